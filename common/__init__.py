@@ -1,0 +1,1 @@
+"""What every Slackwater service shares. Imports no torch outside common.models."""

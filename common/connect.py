@@ -1,0 +1,38 @@
+"""Redis connections that do not hang.
+
+redis-py 8's defaults retry a blocking read for a minute. A client that blocks gets no socket
+timeout, no retry, and a BLOCK of 2 s at most (BLOCK_MS); a client that writes gets a timeout,
+and its callers repeat scripts only, which are safe to repeat.
+"""
+
+from __future__ import annotations
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+# A longer BLOCK would outlive a lost connection unnoticed; Redis answers sooner if there is news.
+BLOCK_MS = 2000
+WRITE_TIMEOUT_S = 10.0
+
+
+def blocking(url: str) -> redis.Redis:
+    """For XREAD BLOCK: never times out by itself, never retries."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=None,
+        socket_connect_timeout=5.0,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+
+
+def writing(url: str) -> redis.Redis:
+    """For scripts and plain commands."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=WRITE_TIMEOUT_S,
+        socket_connect_timeout=5.0,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )

@@ -1,0 +1,199 @@
+"""The background threads of a worker: what comes in (Inbox) and signs of life out (Pulse)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from common.handles import HandleError
+from common.messages import MessageError, TaskRow, unpack_task
+from common.scripts import text
+from common.stage import Task
+
+log = logging.getLogger("slackwater.worker")
+
+# How often a running task's steps are told at most: a person watching sees no more.
+PROGRESS_S = 0.05
+
+
+@dataclass(slots=True)
+class Pending:
+    """A task that arrived and has not been started."""
+
+    entry: str
+    task: Task
+    raw: list[TaskRow]
+    staged: Future[Any] | None = None
+    live: list[bool] = field(default_factory=list)
+
+
+class Outage:
+    """Waits between tries while Redis is away, and logs the state once, not every try."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._since: float | None = None
+        self._pause = 0.05
+
+    def failed(self, error: Exception, stop: threading.Event) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            log.warning("%s: Redis is away (%s); trying again", self._what, error)
+        stop.wait(self._pause)
+        self._pause = min(2.0, self._pause * 2)
+
+    def over(self) -> None:
+        if self._since is not None:
+            log.warning(
+                "%s: Redis is back after %.1f s", self._what, time.monotonic() - self._since
+            )
+        self._since, self._pause = None, 0.05
+
+
+class Inbox(threading.Thread):
+    """Reads one worker's stream: tasks into a queue, yields and frees acted on at once."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        stream: str,
+        block_ms: int,
+        stage_in: Callable[[Pending], Future[Any]],
+        free: Callable[[bytes], None],
+    ) -> None:
+        super().__init__(name="inbox", daemon=True)
+        self._connect, self._stream, self._block_ms = connect, stream, block_ms
+        self._stage_in, self._free = stage_in, free
+        self._tasks: deque[Pending] = deque()
+        self._news = threading.Condition()
+        self._stop = threading.Event()
+        self._last = "0"
+        self.yields: set[int] = set()
+
+    def run(self) -> None:
+        redis, outage = None, Outage("inbox")
+        while not self._stop.is_set():
+            try:
+                redis = redis or self._connect()
+                reply = redis.execute_command(
+                    "XREAD",
+                    "COUNT",
+                    16,
+                    "BLOCK",
+                    self._block_ms,
+                    "STREAMS",
+                    self._stream,
+                    self._last,
+                )
+                outage.over()
+                if reply:
+                    entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+                    self._take(redis, entries)
+            except (RedisError, OSError) as error:
+                redis = None
+                outage.failed(error, self._stop)
+
+    def _take(self, redis: Any, entries: list[Any]) -> None:
+        done = []
+        for entry, fields in entries:
+            if not isinstance(fields, dict):
+                fields = dict(zip(fields[::2], fields[1::2], strict=True))
+            kind = fields.get(b"kind")
+            if kind == b"task":
+                if not self._accept(text(entry), fields[b"body"]):
+                    done.append(entry)
+            else:
+                done.append(entry)
+                if kind == b"yield":
+                    self.yields.add(int(fields[b"seq"]))
+                elif kind == b"free":
+                    self._free(fields[b"body"])
+            self._last = text(entry)
+        if done:
+            redis.execute_command("XDEL", self._stream, *done)
+
+    def _accept(self, entry: str, body: bytes) -> bool:
+        try:
+            task, raw = unpack_task(body)
+        except (MessageError, HandleError) as error:
+            log.error("dropped a task that cannot be read: %s", error)
+            return False
+        pending = Pending(entry, task, raw)
+        pending.staged = self._stage_in(pending)
+        with self._news:
+            self._tasks.append(pending)
+            self._news.notify()
+        return True
+
+    def take(self, timeout_s: float) -> Pending | None:
+        """The next task, waiting for one; None after `timeout_s` or a nudge."""
+        with self._news:
+            if not self._tasks:
+                self._news.wait(timeout_s)
+            return self._tasks.popleft() if self._tasks else None
+
+    def poll(self) -> Pending | None:
+        """The next task if one is there."""
+        with self._news:
+            return self._tasks.popleft() if self._tasks else None
+
+    def nudge(self) -> None:
+        """Make a waiting `take` return."""
+        with self._news:
+            self._news.notify_all()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.nudge()
+
+
+class Pulse(threading.Thread):
+    """Renews the worker's lease and tells progress, so that the main thread never waits for it."""
+
+    def __init__(
+        self,
+        beat: Callable[[], None],
+        tell: Callable[[int, dict[str, int]], None],
+        every_s: float,
+    ) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._beat, self._tell, self._every_s = beat, tell, every_s
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._progress: tuple[int, dict[str, int]] | None = None
+
+    def progress(self, seq: int, steps: dict[str, int]) -> None:
+        """Steps reached by each job of task `seq`; only the latest is told."""
+        self._progress = (seq, steps)
+        self._wake.set()
+
+    def run(self) -> None:
+        outage, beaten = Outage("pulse"), float("-inf")
+        while not self._stop.is_set():
+            try:
+                now = time.monotonic()
+                if now - beaten >= self._every_s:
+                    self._beat()
+                    beaten = now
+                latest, self._progress = self._progress, None
+                if latest is not None:
+                    self._tell(*latest)
+                outage.over()
+            except (RedisError, OSError) as error:
+                outage.failed(error, self._stop)
+                continue
+            self._stop.wait(PROGRESS_S)
+            self._wake.wait(max(0.0, beaten + self._every_s - time.monotonic()))
+            self._wake.clear()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()

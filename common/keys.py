@@ -1,0 +1,124 @@
+"""Every Redis key, its type, and how long it lives. Nothing else in the project spells one.
+
+The prefix is a setting. On Redis Cluster make it a hash tag (`{sw}:`), so that a pool is one
+slot and every script's keys are reachable from one node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    prefix: str = "sw:"
+
+    # -- permanent: these may live without a TTL ------------------------------------------
+
+    @property
+    def jobs(self) -> str:
+        """stream: pushed jobs, read by the leader, entries deleted by submit and refuse."""
+        return self.prefix + "jobs"
+
+    @property
+    def cancel(self) -> str:
+        """stream: cancel requests, read by the leader, entries deleted by cancel."""
+        return self.prefix + "cancel"
+
+    @property
+    def reports(self) -> str:
+        """stream: what workers did, read by the leader, deleted once acted on."""
+        return self.prefix + "reports"
+
+    @property
+    def outbox(self) -> str:
+        """stream: ends of jobs that somebody outside asked to be told of."""
+        return self.prefix + "outbox"
+
+    @property
+    def seq(self) -> str:
+        """string: the last dispatch number handed out."""
+        return self.prefix + "seq"
+
+    @property
+    def active(self) -> str:
+        """set: ids of jobs that are not terminal; a coordinator rebuilds itself from it."""
+        return self.prefix + "active"
+
+    @property
+    def workers(self) -> str:
+        """set: names of registered workers, dead ones included until the leader removes them."""
+        return self.prefix + "workers"
+
+    @property
+    def manifests(self) -> str:
+        """hash: "{model}/{stage}" -> JSON, published by the workers that loaded it."""
+        return self.prefix + "manifests"
+
+    @property
+    def costs(self) -> str:
+        """hash: what the cost model has learned, "{model}/{stage}/{shape}" -> JSON."""
+        return self.prefix + "costs"
+
+    # -- with a lease or a TTL ------------------------------------------------------------
+
+    @property
+    def leader(self) -> str:
+        """string: the leading coordinator's nonce; expires with its lease."""
+        return self.prefix + "leader"
+
+    def worker(self, name: str) -> str:
+        """hash: stage, models, host, pid, …; expires with the worker's lease."""
+        return f"{self.prefix}worker:{name}"
+
+    def tasks(self, worker: str) -> str:
+        """stream: messages to one worker, which is its only reader; expires after the worker."""
+        return f"{self.prefix}tasks:{worker}"
+
+    def task(self, seq: int) -> str:
+        """hash: the record of one dispatch; no TTL while queued or running."""
+        return f"{self.prefix}task:{seq}"
+
+    def job(self, job: str) -> str:
+        """hash: the public record; no TTL while the job is active."""
+        return f"{self.prefix}job:{job}"
+
+    def trajectory(self, job: str) -> str:
+        """hash: what is needed to go on with a job; deleted by finish."""
+        return f"{self.prefix}trajectory:{job}"
+
+    def events(self, job: str) -> str:
+        """stream, capped: transitions and steps of one job; no TTL while it is active."""
+        return f"{self.prefix}events:{job}"
+
+    def result(self, job: str) -> str:
+        """string: msgpack, written once by finish or refuse."""
+        return f"{self.prefix}result:{job}"
+
+    def output(self, job: str, n: int) -> str:
+        """string: the n-th file's bytes, moved here by finish."""
+        return f"{self.prefix}output:{job}:{n}"
+
+    def staged(self, job: str, seq: int, n: int) -> str:
+        """string with a TTL: the n-th file's bytes before finish moved them."""
+        return f"{self.prefix}staged:{job}:{seq}:{n}"
+
+    def canceled(self, job: str) -> str:
+        """string with a TTL: a cancel that came before its job."""
+        return f"{self.prefix}canceled:{job}"
+
+    def permanent(self) -> frozenset[str]:
+        """The keys that may be without a TTL while nothing runs."""
+        return frozenset(
+            {
+                self.jobs,
+                self.cancel,
+                self.reports,
+                self.outbox,
+                self.seq,
+                self.active,
+                self.workers,
+                self.manifests,
+                self.costs,
+            }
+        )

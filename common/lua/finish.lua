@@ -1,0 +1,30 @@
+-- The only end of an active job: outputs into place, result, last event, TTLs, outbox, all at once.
+-- KEYS  1 leader string   2 active set   3 outbox stream   4 trajectory hash   5 job hash
+--       6 result string   7 events stream   8 a worker's stream (for the free message)
+--       then per output: staged string, output string
+-- ARGV  1 nonce   2 id   3 status   4 result bytes   5 at (ms)   6 job ttl   7 output ttl   8 result ttl (ms)
+--       9 error code   10 error   11 outbox body or ""   12 free message or ""
+-- Reply {"finished"|"gone"|"fenced"} | {"lost", n}: the n-th staged output is not there any more.
+-- The first write is a delete.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end
+if redis.call('EXISTS', KEYS[4]) == 0 then return {'gone'} end
+for k = 9, #KEYS, 2 do
+  if redis.call('EXISTS', KEYS[k]) == 0 then return {'lost', (k - 9) / 2} end
+end
+redis.call('DEL', KEYS[4])
+for k = 9, #KEYS, 2 do
+  redis.call('RENAME', KEYS[k], KEYS[k + 1])
+  redis.call('PEXPIRE', KEYS[k + 1], ARGV[7])
+end
+redis.call('SREM', KEYS[2], ARGV[2])
+redis.call('SET', KEYS[6], ARGV[4], 'PX', ARGV[8])
+redis.call('HSET', KEYS[5], 'status', ARGV[3], 'is_terminal', '1', 'finished', ARGV[5],
+  'error_code', ARGV[9], 'error', ARGV[10])
+redis.call('HDEL', KEYS[5], 'queue_position', 'eta', 'as_of', 'slack')
+if ARGV[3] == 'succeeded' then redis.call('HSET', KEYS[5], 'progress', '1.000') end
+redis.call('PEXPIRE', KEYS[5], ARGV[6])
+redis.call('XADD', KEYS[7], 'MAXLEN', '~', 256, '*', 'type', ARGV[3], 'error_code', ARGV[9], 'at', ARGV[5])
+redis.call('PEXPIRE', KEYS[7], ARGV[8])
+if ARGV[11] ~= '' then redis.call('XADD', KEYS[3], '*', 'job', ARGV[2], 'body', ARGV[11]) end
+if ARGV[12] ~= '' then redis.call('XADD', KEYS[8], '*', 'kind', 'free', 'body', ARGV[12]) end
+return {'finished'}

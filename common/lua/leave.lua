@@ -1,0 +1,9 @@
+-- A worker that has handed everything back goes; also what the leader does for a dead one.
+-- KEYS  1 worker hash   2 workers set   3 tasks stream   4 reports stream
+-- ARGV  1 name   2 tell "1"|"0"
+-- Reply {"left"}
+redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[3])
+redis.call('SREM', KEYS[2], ARGV[1])
+if ARGV[2] == '1' then redis.call('XADD', KEYS[4], '*', 'kind', 'bye', 'worker', ARGV[1]) end
+return {'left'}

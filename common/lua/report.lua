@@ -1,0 +1,51 @@
+-- A member ends a task, row by row. A row counts only while its job waits for this seq.
+-- KEYS  1 task hash   2 reports stream   then per row: trajectory hash, job hash, events stream
+-- ARGV  1 seq   2 member   3 at (ms)   4 record ttl (ms)   5 report message   6 is lead member "1"|"0"
+--       then per row: step, steps, next stage, handles, outputs, seconds, error code, error
+-- Reply {"done", accepted flags "1"|"0" per row} | {"void"}
+-- A repeat gets its first answer. "void" or "0": nothing of it was recorded, and what the member
+-- wrote for that row is its own to free. The first write is a delete (maxmemory).
+local record = redis.call('HMGET', KEYS[1], 'state', 'answer:' .. ARGV[2], 'started:' .. ARGV[2], 'stage')
+if record[2] then
+  local reply = {'done'}
+  for flag in string.gmatch(record[2], '%d') do reply[#reply + 1] = flag end
+  return reply
+end
+if record[1] ~= 'running' or not record[3] then return {'void'} end
+redis.call('HDEL', KEYS[1], 'entries')
+local reply, rows = {'done'}, (#KEYS - 2) / 3
+local flags = ''
+if ARGV[6] == '1' then
+  for r = 1, rows do
+    local trajectory, job, events = KEYS[3 * r], KEYS[3 * r + 1], KEYS[3 * r + 2]
+    local a = 6 + 8 * (r - 1)
+    local flag = '0'
+    if redis.call('HGET', trajectory, 'seq') == ARGV[1] then
+      flag = '1'
+      redis.call('HINCRBYFLOAT', trajectory, record[4] .. '_s', ARGV[a + 6])
+      redis.call('HINCRBY', trajectory, 'chunks', 1)
+      if ARGV[a + 7] ~= '' then
+        redis.call('HSET', trajectory, 'seq', '0', 'error_code', ARGV[a + 7], 'error', ARGV[a + 8])
+        local attempts = redis.call('HINCRBY', trajectory, 'attempts', 1)
+        redis.call('HSET', job, 'attempts', attempts)
+        redis.call('XADD', events, 'MAXLEN', '~', 256, '*', 'type', 'error', 'error_code', ARGV[a + 7],
+          'error', ARGV[a + 8], 'at', ARGV[3])
+      else
+        redis.call('HSET', trajectory, 'seq', '0', 'step', ARGV[a + 1], 'stage', ARGV[a + 3],
+          'handles', ARGV[a + 4], 'outputs', ARGV[a + 5])
+        redis.call('HSET', job, 'step', ARGV[a + 1], 'progress',
+          string.format('%.3f', ARGV[a + 1] / math.max(1, ARGV[a + 2])))
+        redis.call('XADD', events, 'MAXLEN', '~', 256, '*', 'type', 'chunk', 'step', ARGV[a + 1],
+          'steps', ARGV[a + 2], 'next', ARGV[a + 3], 'at', ARGV[3])
+      end
+    end
+    flags = flags .. flag
+    reply[#reply + 1] = flag
+  end
+  redis.call('HSET', KEYS[1], 'state', 'done')
+  redis.call('PEXPIRE', KEYS[1], ARGV[4])
+end
+redis.call('HSET', KEYS[1], 'answer:' .. ARGV[2], flags)
+redis.call('XADD', KEYS[2], '*', 'kind', 'report', 'seq', ARGV[1], 'worker', ARGV[2], 'flags', flags,
+  'body', ARGV[5])
+return reply

@@ -1,0 +1,102 @@
+"""States in Redis, in pieces: where a handle goes when the arena is full or the reader elsewhere.
+
+One hash per state, `{prefix}latents:{job}:{seq}:{part}`: fields "0", "1", … are its pieces, and
+"c:{token}" one claim each, its value the job that holds it. The hash goes with its last claim,
+or with its TTL, so nothing leaks even if everybody dies.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError
+
+# One Redis command of 4 MB takes 1–2 ms; larger ones would hold up everybody's dispatches.
+PIECE_BYTES = 4 << 20
+# Longer than any job may wait; only what nobody freed lives until then.
+TTL_S = 86_400.0
+
+# Hold a state a second time.
+# KEYS  1 state hash   ARGV  1 a claim field   2 the new claim field   3 its job   4 ttl (ms) or 0
+# Reply 1, or 0 if the first claim is gone.
+_SHARE = """
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+if ARGV[4] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[4]) end
+return 1
+"""
+
+# Give a claim back, and the state with its last one.
+# KEYS  1 state hash   ARGV  1 the claim field
+# Reply 1, or 0 if the claim was gone already. The first write is a delete.
+_FREE = """
+if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if string.sub(field, 1, 2) == 'c:' then return 1 end
+end
+redis.call('UNLINK', KEYS[1])
+return 1
+"""
+
+
+class SpillFull(Exception):
+    """Redis is at its maxmemory."""
+
+
+class Spill:
+    """The pieces of this pool. `location` is the part of a handle that this class reads."""
+
+    def __init__(self, redis: Any, prefix: str, piece_bytes: int, ttl_s: float | None) -> None:
+        if redis.get_encoder().decode_responses:
+            raise ValueError(
+                "the store needs a Redis client without decode_responses: it reads bytes"
+            )
+        if piece_bytes < 1:
+            raise ValueError(f"piece_bytes must be positive, got {piece_bytes}")
+        self._redis, self._prefix, self._piece = redis, prefix, piece_bytes
+        self._ttl_ms = round(ttl_s * 1000) if ttl_s else 0
+        self._share = redis.register_script(_SHARE)
+        self._free = redis.register_script(_FREE)
+
+    def put(self, job: str, seq: int, part: str, payload: memoryview) -> dict[str, Any]:
+        """Write `payload`; its location. A death on the way leaves pieces with a TTL."""
+        key, claim = f"{self._prefix}latents:{job}:{seq}:{part}", "c:" + secrets.token_hex(4)
+        starts = range(0, len(payload), self._piece)
+        try:
+            self._redis.unlink(key)  # what a half-done try with this seq left
+            for i, at in enumerate(starts):
+                # piece and TTL at once; one transaction a piece, so that Redis never stalls long
+                self._set(key, {str(i): payload[at : at + self._piece]})
+            self._set(key, {claim: job})
+        except OutOfMemoryError as err:
+            self._redis.unlink(key)
+            raise SpillFull(f"Redis is full ({err})") from err
+        return {"key": key, "pieces": len(starts), "claim": claim}
+
+    def get(self, location: dict[str, Any], nbytes: int) -> bytearray | None:
+        """The payload, or None if this claim or a piece is gone."""
+        key, payload = location["key"], bytearray()
+        for i in range(location["pieces"]):
+            piece = self._redis.hget(key, str(i))
+            if piece is None or len(payload) + len(piece) > nbytes:
+                return None if piece is None else payload + piece
+            payload += piece
+        return payload if self._redis.hexists(key, location["claim"]) else None
+
+    def share(self, location: dict[str, Any], job: str) -> dict[str, Any] | None:
+        """The location of a second claim, or None if this one is gone."""
+        claim = "c:" + secrets.token_hex(4)
+        args = [location["claim"], claim, job, self._ttl_ms]
+        return {**location, "claim": claim} if self._share([location["key"]], args) else None
+
+    def free(self, location: dict[str, Any]) -> bool:
+        """Give the claim back; False if it was gone."""
+        return bool(self._free([location["key"]], [location["claim"]]))
+
+    def _set(self, key: str, fields: dict[str, Any]) -> None:
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping=fields)
+            if self._ttl_ms:
+                pipe.pexpire(key, self._ttl_ms)
+            pipe.execute()

@@ -1,0 +1,379 @@
+"""The loop every stage worker runs: register, take, start, run, report, drain on SIGTERM.
+
+The main thread computes. The inbox thread reads this worker's stream and has the next task's
+state read meanwhile; the pulse thread renews the lease and tells progress. A task's report and
+the next one's start go out in one round trip, so a rank is idle for that round trip only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from common.clock import redis_clock
+from common.handles import Handle
+from common.inbox import Inbox, Outage, Pending, Pulse
+from common.job import JobSpec
+from common.keys import Keys
+from common.messages import Report, ReportRow, pack, pack_handles, pack_report, unpack_handles
+from common.scripts import Call, Scripts, Transitions, Ttls, ms, text
+from common.stage import DECODE, DENOISE, ENCODE, Outcome, Stage, Task
+
+log = logging.getLogger("slackwater.worker")
+
+BLOCK_MS = 1000
+# Errors of a stage are shown to users; a whole traceback goes to the log.
+ERROR_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is. A restart is a new worker: its name is never used again."""
+
+    name: str
+    stage: str
+    model: str
+    host: str
+    device: str = "cpu"
+
+    @classmethod
+    def new(cls, stage: str, model: str, host: str, device: str = "cpu") -> Identity:
+        name = f"{stage}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+        return cls(name, stage, model, host, device)
+
+
+class Chunk:
+    """The running task, as its stage sees it (common.stage.Control)."""
+
+    def __init__(self, seq: int, inbox: Inbox, pulse: Pulse, draining: threading.Event) -> None:
+        self._seq, self._inbox, self._pulse, self._draining = seq, inbox, pulse, draining
+        self._steps: dict[str, int] = {}
+
+    def should_stop(self) -> bool:
+        return self._seq in self._inbox.yields or self._draining.is_set()
+
+    def progress(self, job: str, step: int) -> None:
+        self._steps = {**self._steps, job: step}
+        self._pulse.progress(self._seq, self._steps)
+
+
+class Worker:
+    def __init__(
+        self,
+        connect_blocking: Callable[[], Any],
+        connect: Callable[[], Any],
+        keys: Keys,
+        ttls: Ttls,
+        stage: Stage,
+        who: Identity,
+        lease_s: float = 5.0,
+    ) -> None:
+        self.who, self.stage, self.keys, self.lease_s = who, stage, keys, lease_s
+        self._connect = connect
+        self._redis = connect()
+        self._scripts = Scripts(self._redis)
+        self._pulse_redis: Any = None
+        self._clock = redis_clock(self._redis)
+        self._transitions = Transitions(keys, ttls)
+        self._ttls = ttls
+        self._manifest = json.dumps(stage.manifest())
+        self._draining = threading.Event()
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        self._inbox = Inbox(
+            connect_blocking, keys.tasks(who.name), BLOCK_MS, self._stage_in, self._free_packed
+        )
+        self._pulse = Pulse(self._beat, self._tell, lease_s / 3)
+        self._steps_of: dict[str, int] = {}
+
+    # -- life ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until `drain` was called; returns once everything is handed back."""
+        self._beat()
+        self._inbox.start()
+        self._pulse.start()
+        log.info("%s is ready", self.who.name)
+        started: Pending | None = None
+        try:
+            while True:
+                pending = started or self._next()
+                if pending is None:
+                    break
+                started = self._work(pending)
+        finally:
+            self._leave()
+
+    def drain(self) -> None:
+        """End the running chunk at its next step, hand back what is queued, and leave."""
+        self._draining.set()
+        self._inbox.nudge()
+
+    def drain_on_sigterm(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.drain())
+
+    def _next(self) -> Pending | None:
+        while True:
+            pending = self._inbox.take(1.0)
+            if pending is not None:
+                return pending
+            if self._draining.is_set():
+                return None
+
+    def _leave(self) -> None:
+        self._pulse.stop()
+        self._inbox.stop()
+        try:
+            self._scripts.one(self._transitions.leave(self.who.name, tell=True))
+        except (RedisError, OSError) as error:
+            log.warning("left without a word: %s", error)
+        self._pulse.join(5)
+        self._inbox.join(5)
+        self._stager.shutdown(wait=True)
+        self.stage.close()
+        log.info("%s has left", self.who.name)
+
+    # -- one task ------------------------------------------------------------------------
+
+    def _work(self, pending: Pending) -> Pending | None:
+        """Start (unless that was done), run and report one task; the next one, if started."""
+        if not pending.live and not self._note_start(
+            pending, self._send([self._start(pending)])[0]
+        ):
+            return None
+        task = pending.task
+        outcomes, seconds, returned = self._execute(pending)
+        rows, uploads = self._report_rows(pending, outcomes)
+        report = Report(task.seq, self.who.name, task.stage, tuple(rows), seconds, returned)
+        call = self._transitions.report(
+            task.seq,
+            self.who.name,
+            self._leads(task),
+            pack_report(report),
+            [self._report_args(row) for row in rows],
+            self._clock(),
+        )
+        following = self._inbox.poll()
+        calls = [call] if following is None else [call, self._start(following)]
+        replies = self._send(calls, uploads)
+        self._settle(task, outcomes, replies[0])
+        self._inbox.yields.discard(task.seq)
+        if following is not None and self._note_start(following, replies[1]):
+            return following
+        return None
+
+    def _leads(self, task: Task) -> bool:
+        return not task.members or task.members[0] == self.who.name
+
+    def _start(self, pending: Pending) -> Call:
+        task = pending.task
+        jobs = [row.job for row in task.rows]
+        return self._transitions.start(
+            task.seq, self.who.name, pending.entry, task.stage, jobs, self._clock()
+        )
+
+    def _note_start(self, pending: Pending, reply: Any) -> bool:
+        if isinstance(reply, Exception):
+            raise reply
+        if text(reply[0]) != "running":
+            log.info("seq %d was taken back before it started", pending.task.seq)
+            if pending.staged is not None:
+                pending.staged.cancel()
+            return False
+        if reply[1] == b"1":
+            self._inbox.yields.add(pending.task.seq)
+        pending.live = [flag == b"1" for flag in reply[2:]]
+        return True
+
+    def _execute(self, pending: Pending) -> tuple[list[Outcome], float, bool]:
+        """Outcomes for every row (dead ones blank), seconds, and whether it was handed back."""
+        task = pending.task
+        untouched = [Outcome(row.job, step=row.start, done=False) for row in task.rows]
+        control = Chunk(task.seq, self._inbox, self._pulse, self._draining)
+        if not any(pending.live) or control.should_stop():
+            if pending.staged is not None:
+                pending.staged.cancel()
+            return untouched, 0.0, True
+        live = replace(
+            task, rows=tuple(r for r, alive in zip(task.rows, pending.live, strict=True) if alive)
+        )
+        self._steps_of = {r.job: int(r.params.get("num_inference_steps") or 1) for r in live.rows}
+        begun = self._clock()
+        try:
+            assert pending.staged is not None
+            full, staged = pending.staged.result()
+            if len(live.rows) == len(full.rows):
+                live = full
+            else:
+                kept = {row.job for row in live.rows}
+                live = replace(full, rows=tuple(r for r in full.rows if r.job in kept))
+            outcomes = self.stage.run(live, staged, control)
+        except Exception as error:
+            log.exception("seq %d (%s) failed", task.seq, " ".join(r.job for r in task.rows))
+            outcomes = [_failed(row.job, row.start, error) for row in live.rows]
+        by_job = {outcome.job: outcome for outcome in outcomes}
+        whole = [by_job.get(blank.job, blank) for blank in untouched]
+        return whole, self._clock() - begun, False
+
+    def _settle(self, task: Task, outcomes: Sequence[Outcome], reply: Any) -> None:
+        """Free what the report made superfluous: the old state if it counted, else the new."""
+        if isinstance(reply, Exception):
+            raise reply
+        flags = reply[1:] if text(reply[0]) == "done" else [b"0"] * len(outcomes)
+        if not self._leads(task):
+            return
+        waste: list[Handle] = []
+        for row, outcome, flag in zip(task.rows, outcomes, flags, strict=True):
+            if flag == b"1" and not outcome.error_code:
+                waste += [row.handles[part] for part in outcome.handles if part in row.handles]
+            else:
+                waste += list(outcome.handles.values())
+        if waste:
+            self._stager.submit(self._free_quietly, waste)
+
+    def _report_rows(
+        self, pending: Pending, outcomes: Sequence[Outcome]
+    ) -> tuple[list[ReportRow], list[tuple[Any, ...]]]:
+        """The rows of the report, and the commands that upload finished files before it."""
+        task, uploads, rows = pending.task, [], []
+        for row, outcome in zip(task.rows, outcomes, strict=True):
+            files = []
+            for n, output in enumerate(outcome.outputs):
+                key = self.keys.staged(row.job, task.seq, n)
+                uploads.append(("SET", key, output.content, "PX", ms(self._ttls.staged_s)))
+                files.append(
+                    {
+                        "mime": output.mime,
+                        "width": output.width,
+                        "height": output.height,
+                        "bytes": len(output.content),
+                        "sha256": hashlib.sha256(output.content).hexdigest(),
+                        "seq": task.seq,
+                        "n": n,
+                    }
+                )
+            rows.append(
+                ReportRow(
+                    job=row.job,
+                    step=outcome.step
+                    if task.stage == DENOISE
+                    else row_step(row.params, task.stage),
+                    next_stage=_next_stage(task.stage, outcome, row.params),
+                    handles=pack_handles({**row.handles, **outcome.handles}),
+                    outputs=tuple(files),
+                    seconds=outcome.seconds,
+                    error_code=outcome.error_code,
+                    error=outcome.error[:ERROR_CHARS],
+                    step_s=outcome.step_s,
+                )
+            )
+        return rows, uploads
+
+    def _report_args(
+        self, row: ReportRow
+    ) -> tuple[str, int, int, str, bytes, bytes, float, str, str]:
+        steps = self._steps_of.get(row.job, 1)
+        outputs = pack(list(row.outputs)) if row.outputs else b""
+        return (
+            row.job, row.step, steps, row.next_stage, row.handles, outputs, row.seconds,
+            row.error_code, row.error,
+        )  # fmt: skip
+
+    # -- redis ---------------------------------------------------------------------------
+
+    def _send(self, calls: list[Call], commands: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Run until Redis has answered: every script is safe to repeat."""
+        outage = Outage(self.who.name)
+        forever = threading.Event()
+        while True:
+            try:
+                replies = self._scripts.run(calls, commands or [])
+                outage.over()
+                return replies
+            except (RedisError, OSError) as error:
+                outage.failed(error, forever)
+
+    def _beat(self) -> None:
+        self._pulse_redis = self._pulse_redis or self._connect()
+        who = self.who
+        fields = {
+            "stage": who.stage,
+            "models": who.model,
+            "host": who.host,
+            "device": who.device,
+            "pid": str(os.getpid()),
+            "beat": ms(self._clock()),
+            "draining": "1" if self._draining.is_set() else "0",
+        }
+        call = self._transitions.register(
+            who.name, self.lease_s, f"{who.model}/{who.stage}", self._manifest, fields
+        )
+        Scripts(self._pulse_redis).one(call)
+
+    def _tell(self, seq: int, steps: dict[str, int]) -> None:
+        rows = [(job, step, self._steps_of.get(job, max(1, step))) for job, step in steps.items()]
+        Scripts(self._pulse_redis).one(self._transitions.progress(seq, rows, self._clock()))
+
+    # -- state ---------------------------------------------------------------------------
+
+    def _stage_in(self, pending: Pending) -> Future[Any]:
+        return self._stager.submit(self._read_state, pending)
+
+    def _read_state(self, pending: Pending) -> tuple[Task, Any]:
+        """The task with its parameters complete, and what the stage read for it."""
+        task = pending.task
+        if any(not raw.params for raw in pending.raw):
+            rows = []
+            for row in task.rows:
+                spec = None if row.params else self._redis_spec(row.job)
+                rows.append(replace(row, params=spec.params) if spec else row)
+            task = replace(task, rows=tuple(rows))
+            pending.task = task
+        return task, self.stage.stage_in(task)
+
+    def _redis_spec(self, job: str) -> JobSpec | None:
+        packed = self._connect().hget(self.keys.trajectory(job), "spec")
+        return JobSpec.from_wire(packed) if packed else None
+
+    def _free_packed(self, packed: bytes) -> None:
+        handles = list(unpack_handles(packed).values())
+        self._stager.submit(self._free_quietly, handles)
+
+    def _free_quietly(self, handles: list[Handle]) -> None:
+        try:
+            self.stage.free(handles)
+        except Exception:
+            log.exception("could not free %s", ", ".join(map(str, handles)))
+
+
+def _next_stage(stage: str, outcome: Outcome, params: dict[str, Any]) -> str:
+    if not outcome.done:
+        return stage
+    if stage == ENCODE:
+        return DENOISE
+    if stage == DENOISE:
+        return DECODE if outcome.step >= int(params.get("num_inference_steps") or 1) else DENOISE
+    return "finish"
+
+
+def row_step(params: dict[str, Any], stage: str) -> int:
+    """Steps done of a job that is not in the denoise stage."""
+    return 0 if stage == ENCODE else int(params.get("num_inference_steps") or 1)
+
+
+def _failed(job: str, step: int, error: Exception) -> Outcome:
+    what = "".join(traceback.format_exception_only(error)).strip()
+    code = "state_lost" if getattr(error, "kind", "") in ("lost", "corrupt") else "stage_error"
+    return Outcome(job, step=step, error_code=code, error=what)

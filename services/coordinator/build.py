@@ -1,0 +1,57 @@
+"""A coordinator from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.keys import Keys
+from common.params import PoolDefaults
+from common.scripts import Ttls
+from common.settings import Settings
+from services.coordinator.admission import Admission
+from services.coordinator.core import Core
+from services.coordinator.service import Coordinator
+from services.costs.model import CostModel
+from services.policies import make_policy
+from services.policies.base import View
+
+
+def ttls_of(settings: Settings) -> Ttls:
+    return Ttls(
+        result_s=settings.result_ttl_s, output_s=settings.output_ttl_s, job_s=settings.job_ttl_s
+    )
+
+
+def core_maker(settings: Settings) -> Callable[[], Core]:
+    """Makes an empty core, as each new lead needs one."""
+
+    def make() -> Core:
+        return Core(
+            policy=make_policy(settings.policy),
+            costs=CostModel(),
+            admission=Admission(
+                pool=PoolDefaults(exact=settings.exact, model=settings.default_model),
+                max_jobs=settings.max_jobs,
+                slo_scale=settings.slo_scale,
+            ),
+            view=View(
+                ranks=[],
+                lead_s=settings.lead_ms / 1000,
+                chunk_s=settings.chunk_ms / 1000,
+                ahead=settings.encode_ahead,
+            ),
+        )
+
+    return make
+
+
+def build(settings: Settings, redis: Any) -> Coordinator:
+    return Coordinator(
+        redis,
+        Keys(settings.prefix),
+        ttls_of(settings),
+        core_maker(settings),
+        lease_s=settings.leader_lease_s,
+        worker_lease_s=settings.worker_lease_s,
+    )

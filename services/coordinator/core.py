@@ -1,0 +1,482 @@
+"""The coordinator's mind: `handle(event, now) -> effects`. No I/O, no clock, no randomness
+but the seed drawn at admission.
+
+A job is a trajectory encode -> denoise chunks -> decode -> finish. The core keeps the ready
+ones in the policy's index and the dispatched ones as flights; a rank holds one running task
+and at most one queued behind it. Whatever Redis refuses comes back as an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.job import ErrorCode, JobSpec, JobStatus
+from common.messages import unpack_handles
+from common.stage import DENOISE, ENCODE
+from services.coordinator import events as ev
+from services.coordinator.admission import Admission
+from services.coordinator.standing import standings
+from services.coordinator.state import FINISH, Flight, Job, timings
+from services.costs.model import CostModel, Shape, shape_of
+from services.policies.base import Doomed, Policy, Preempt, Rank, Recall, Run, Running, View
+
+Effects = list[ev.Effect]
+# A job whose task failed or whose worker died this often ends as failed.
+MAX_ATTEMPTS = 3
+REFRESH_S = 1.0
+# Errors that another try cannot mend.
+FINAL_ERRORS = frozenset({ErrorCode.INVALID_REQUEST})
+
+
+class Core:
+    def __init__(self, policy: Policy, costs: CostModel, admission: Admission, view: View) -> None:
+        self.policy = policy
+        self.costs = costs
+        self.admission = admission
+        self.view = view
+        self.manifests: Mapping[str, Mapping[str, Any]] = {}
+        self.jobs: dict[str, Job] = {}
+        self.flights: dict[int, Flight] = {}
+        self.workers: dict[str, ev.WorkerInfo] = {}
+        self.ranks: dict[str, Rank] = {}
+        self.seq = 0
+        self.wake_at: float | None = None
+        self._refreshed = 0.0
+
+    def handle(self, event: ev.Event, now: float) -> Effects:
+        """What to do about `event` at `now` (seconds since the epoch, Redis' clock)."""
+        match event:
+            case ev.Tick():
+                return self._decide(now)
+            case ev.Pushed():
+                return self._push(event, now)
+            case ev.Submitted():
+                return self._submitted(event, now)
+            case ev.SubmitFailed():
+                return self._submit_failed(event)
+            case ev.Reported():
+                return self._reported(event, now)
+            case ev.Dispatched():
+                return self._dispatched(event, now)
+            case ev.Voided():
+                return self._voided(event, now)
+            case ev.CancelAsked():
+                return [ev.NoteCancel(event.entry, event.job)]
+            case ev.CancelNoted():
+                return self._cancel(event, now)
+            case ev.Finished():
+                return self._finished(event, now)
+            case ev.Joined():
+                return self._joined(event)
+            case ev.Left():
+                return self._left(event, now)
+            case ev.ManifestsRead():
+                return self._manifests(event)
+            case ev.Recovered():
+                return self._recovered(event, now)
+
+    # -- arrivals ------------------------------------------------------------------------
+
+    def _push(self, event: ev.Pushed, now: float) -> Effects:
+        backlog = len(self.jobs) * 1.0
+        return [self.admission.decide(event, self.manifests, self.costs, len(self.jobs), backlog)]
+
+    def _submitted(self, event: ev.Submitted, now: float) -> Effects:
+        spec = event.spec
+        if event.verdict == "conflict":
+            return [
+                ev.Refuse(
+                    entry=spec.entry,
+                    ids=(spec.entry,),
+                    content=spec.content,
+                    error_code=ErrorCode.CONFLICT,
+                    error=f"id: {spec.id!r} is taken by a job with other content; use another id",
+                    field="id",
+                )
+            ]
+        if event.verdict == "same" or spec.id in self.jobs:
+            return []
+        job = self._remember(spec)
+        if event.verdict == "created_canceled":
+            return self._end(job, JobStatus.CANCELED, now)
+        self._ready(job)
+        return []
+
+    def _submit_failed(self, event: ev.SubmitFailed) -> Effects:
+        spec = event.spec
+        return [
+            ev.Refuse(
+                entry=spec.entry,
+                ids=tuple(dict.fromkeys((spec.entry, spec.id))),
+                content=spec.content,
+                error_code=ErrorCode.QUEUE_FULL,
+                error=f"Redis takes no new jobs ({event.reason}); try again in 10 s",
+                retry_after_s=10.0,
+            )
+        ]
+
+    def _remember(self, spec: JobSpec) -> Job:
+        manifest = self.manifests.get(spec.model, {})
+        job = Job.of(spec, shape_of(spec.params, manifest), spec.deadline_s or spec.arrival_s)
+        self.jobs[spec.id] = job
+        return job
+
+    def _ready(self, job: Job) -> None:
+        job.seq = 0
+        if not job.ending:
+            self.policy.add(job.candidate(self.costs))
+
+    def _manifests(self, event: ev.ManifestsRead) -> Effects:
+        self.manifests = event.manifests
+        for model, manifest in event.manifests.items():
+            self.costs.set_prior(model, manifest.get("costs", {}))
+        return []
+
+    # -- workers -------------------------------------------------------------------------
+
+    def _joined(self, event: ev.Joined) -> Effects:
+        worker = event.worker
+        self.workers[worker.name] = worker
+        if worker.draining:
+            self.ranks.pop(worker.name, None)
+        elif worker.name not in self.ranks and worker.stage:
+            self.ranks[worker.name] = Rank(worker.name, worker.stage, worker.models)
+        self._arrange()
+        return []
+
+    def _left(self, event: ev.Left, now: float) -> Effects:
+        self.workers.pop(event.worker, None)
+        self.ranks.pop(event.worker, None)
+        self._arrange()
+        effects: Effects = []
+        for flight in list(self.flights.values()):
+            if event.worker in flight.members:
+                flight.voiding = True
+                effects.append(
+                    ev.Void(flight.seq, flight.members, flight.jobs, forced=True, blame=event.lost)
+                )
+        if event.lost:
+            effects.append(ev.Forget(event.worker))
+        return effects
+
+    def _arrange(self) -> None:
+        """Bring the policy's view up to date with ranks and flights."""
+        self.view.ranks = list(self.ranks.values())
+        by_stage: dict[str, list[Rank]] = {}
+        for rank in self.view.ranks:
+            by_stage.setdefault(rank.stage, []).append(rank)
+        self.view.by_stage = by_stage
+
+    # -- deciding ------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> Effects:
+        effects: Effects = []
+        for decision in self.policy.plan(self.view, now):
+            match decision:
+                case Run():
+                    effects += self._run(decision, now)
+                case Preempt(seq=seq):
+                    flight = self.flights[seq]
+                    flight.yielding = True
+                    step_end = now + flight.candidate.step_s
+                    flight.ends_s = min(flight.ends_s, step_end)
+                    self._show(flight)
+                    effects.append(ev.Yield(seq, flight.members))
+                case Recall(seq=seq):
+                    flight = self.flights[seq]
+                    if not flight.voiding:
+                        flight.voiding = True
+                        effects.append(ev.Void(seq, flight.members, flight.jobs, forced=False))
+                case Doomed(job=name):
+                    effects += self._doomed(self.jobs[name], now)
+        if now - self._refreshed >= REFRESH_S and self.jobs:
+            self._refreshed = now
+            effects.append(ev.Refresh(standings(self, now)))
+        self._set_alarm(now)
+        return effects
+
+    def _run(self, decision: Run, now: float) -> Effects:
+        job, rank = self.jobs[decision.job], self.ranks[decision.rank]
+        candidate = job.candidate(self.costs)
+        self.policy.remove(job.spec.id)
+        self.seq += 1
+        job.seq = self.seq
+        steps = decision.stop - job.step
+        expected = steps * candidate.step_s if job.stage == DENOISE else candidate.task_s
+        flight = Flight(
+            seq=self.seq,
+            stage=job.stage,
+            members=(rank.name,),
+            jobs=(job.spec.id,),
+            stop=decision.stop if job.stage == DENOISE else 0,
+            candidate=candidate,
+            expected_s=expected,
+            ends_s=rank.free_at(now) + expected,
+            silent={rank.name},
+        )
+        self.flights[self.seq] = flight
+        self._show(flight)
+        return [
+            ev.Dispatch(
+                seq=flight.seq,
+                stage=flight.stage,
+                model=job.spec.model,
+                members=flight.members,
+                rows=(job.row(decision.stop),),
+                start=job.step if job.stage == DENOISE else 0,
+                stop=flight.stop,
+            )
+        ]
+
+    def _show(self, flight: Flight) -> None:
+        """Put a flight where the policy sees it: running if its rank is idle, else queued."""
+        for member in flight.members:
+            rank = self.ranks.get(member)
+            if rank is None:
+                continue
+            shown = Running(flight.seq, flight.candidate, flight.ends_s, flight.yielding)
+            if rank.running is None or rank.running.seq == flight.seq:
+                rank.running = shown
+            else:
+                rank.queued = shown
+
+    def _land(self, flight: Flight, now: float, member: str | None = None) -> None:
+        """A flight has left a rank (every one of its members if none is named)."""
+        members = flight.members if member is None else (member,)
+        for name in members:
+            flight.silent.discard(name)
+            rank = self.ranks.get(name)
+            if rank is None:
+                continue
+            if rank.queued and rank.queued.seq == flight.seq:
+                rank.queued = None
+            if rank.running and rank.running.seq == flight.seq:
+                rank.running, rank.queued = rank.queued, None
+                if rank.running:
+                    follower = self.flights[rank.running.seq]
+                    follower.ends_s = now + follower.expected_s
+                    rank.running.ends_s = follower.ends_s
+        if not flight.silent:
+            self.flights.pop(flight.seq, None)
+
+    def _doomed(self, job: Job, now: float) -> Effects:
+        job.doomed = True
+        if job.spec.on_late == "drop" and not job.ending:
+            return self._end(
+                job,
+                JobStatus.EXPIRED,
+                now,
+                ErrorCode.DEADLINE_MISSED,
+                "it could no longer make its deadline, and on_late is drop",
+            )
+        return []
+
+    def _set_alarm(self, now: float) -> None:
+        """The next moment at which a decision could differ: a rank about to be free."""
+        alarms = [
+            rank.running.ends_s - self.view.lead_s
+            for rank in self.view.ranks
+            if rank.running and not rank.queued
+        ]
+        due = [at for at in alarms if at > now]
+        if self.jobs:
+            due.append(self._refreshed + REFRESH_S)
+        self.wake_at = min(due, default=None)
+
+    # -- answers -------------------------------------------------------------------------
+
+    def _dispatched(self, event: ev.Dispatched, now: float) -> Effects:
+        if event.verdict == "dispatched":
+            return []
+        flight = self.flights.get(event.seq)
+        if flight is None:
+            return []
+        flight.silent.clear()
+        self._land(flight, now)
+        if event.verdict == "seq":
+            self.seq = max(self.seq, int(event.detail[0]))
+        if event.verdict == "worker":
+            for name in flight.members:
+                self.ranks.pop(name, None)
+            self._arrange()
+        refused = event.detail[0] if event.verdict == "row" else ""
+        effects: Effects = []
+        for name in flight.jobs:
+            job = self.jobs.get(name)
+            if job is None or job.seq != flight.seq:
+                continue
+            if name == refused and event.detail[1] == "gone":
+                self.jobs.pop(name)  # ended behind our back; its record says how
+            elif name == refused and event.detail[1] == "canceled":
+                effects += self._end(job, JobStatus.CANCELED, now)
+            else:
+                self._ready(job)
+        return effects
+
+    def _reported(self, event: ev.Reported, now: float) -> Effects:
+        report = event.report
+        flight = self.flights.get(report.seq)
+        if flight is not None:
+            self._land(flight, now, report.worker)
+        effects: Effects = []
+        for row, accepted in zip(report.rows, event.accepted, strict=False):
+            job = self.jobs.get(row.job)
+            if not accepted or job is None or job.seq != report.seq or job.ending:
+                continue
+            job.seconds[report.stage] = job.seconds.get(report.stage, 0.0) + row.seconds
+            job.chunks += 1
+            if row.error_code:
+                effects += self._row_failed(job, row.error_code, row.error, now)
+                continue
+            self._learn(job, report.stage, row.step_s or row.seconds)
+            job.step, job.stage, job.handles = row.step, row.next_stage, row.handles
+            job.outputs = row.outputs
+            if job.started_s is None:
+                job.started_s = now - report.seconds
+            if job.stage == FINISH:
+                effects += self._end(job, JobStatus.SUCCEEDED, now)
+            else:
+                self._ready(job)
+        return effects
+
+    def _learn(self, job: Job, stage: str, seconds: float) -> None:
+        shape = Shape(0, 1, job.shape.forwards) if stage == ENCODE else job.shape
+        self.costs.observe(job.spec.model, stage, shape, seconds)
+
+    def _row_failed(self, job: Job, code: str, error: str, now: float) -> Effects:
+        job.attempts += 1
+        if code in FINAL_ERRORS or job.attempts >= MAX_ATTEMPTS:
+            return self._end(job, JobStatus.FAILED, now, code, error)
+        self._ready(job)
+        return []
+
+    def _voided(self, event: ev.Voided, now: float) -> Effects:
+        flight = self.flights.get(event.seq)
+        if flight is None:
+            return []
+        if event.verdict == "late":
+            flight.voiding = False
+            return []  # it started, or its report is on the way
+        flight.silent.clear()
+        self._land(flight, now)
+        effects: Effects = []
+        for name in flight.jobs:
+            job = self.jobs.get(name)
+            if job is None or job.seq != flight.seq or job.ending:
+                continue
+            if event.blamed:
+                job.attempts += 1
+                if job.attempts >= MAX_ATTEMPTS:
+                    what = f"the worker died {job.attempts} times while it ran this job"
+                    effects += self._end(job, JobStatus.FAILED, now, ErrorCode.WORKER_LOST, what)
+                    continue
+            self._ready(job)
+        return effects
+
+    def _cancel(self, event: ev.CancelNoted, now: float) -> Effects:
+        job = self.jobs.get(event.job)
+        if event.verdict != "canceling" or job is None or job.ending:
+            return []
+        return self._end(job, JobStatus.CANCELED, now)
+
+    # -- ends ----------------------------------------------------------------------------
+
+    def _end(
+        self, job: Job, status: JobStatus, now: float, code: str = "", error: str = ""
+    ) -> Effects:
+        self.policy.remove(job.spec.id)
+        job.ending = True
+        effects: Effects = []
+        flight = self.flights.get(job.seq)
+        if flight is not None and len(flight.jobs) == 1:
+            # Its report will be refused, but the rank should not finish the chunk first.
+            flight.yielding = True
+            self._show(flight)
+            effects.append(ev.Yield(flight.seq, flight.members))
+        handles = job.handles
+        effects.append(
+            ev.Finish(
+                spec=job.spec,
+                status=status,
+                outputs=job.outputs if status is JobStatus.SUCCEEDED else (),
+                timings=timings(job, now),
+                error_code=code,
+                error=error,
+                handles=handles,
+                free_by=self._who_frees(handles),
+            )
+        )
+        return effects
+
+    def _who_frees(self, packed: bytes) -> str:
+        """A live worker of the host where the handles lie; it is told to free them."""
+        handles = unpack_handles(packed)
+        if not handles:
+            return ""
+        hosts = {handle.host for handle in handles.values()}
+        near = [w.name for w in self.workers.values() if w.host in hosts]
+        return near[0] if near else next(iter(self.workers), "")
+
+    def _finished(self, event: ev.Finished, now: float) -> Effects:
+        job = self.jobs.get(event.job)
+        if job is None:
+            return []
+        if event.verdict == "lost":
+            job.ending, job.outputs = False, ()
+            return self._end(
+                job,
+                JobStatus.FAILED,
+                now,
+                ErrorCode.OUTPUT_LOST,
+                "its files expired before they were delivered",
+            )
+        self.jobs.pop(event.job)
+        return []
+
+    # -- after a restart -----------------------------------------------------------------
+
+    def _recovered(self, event: ev.Recovered, now: float) -> Effects:
+        job = self._remember(event.spec)
+        job.stage, job.step, job.seq = event.stage, event.step, event.seq
+        job.handles, job.outputs = event.handles, event.outputs
+        job.attempts, job.started_s = event.attempts, event.started_s
+        job.seconds = dict(event.seconds)
+        if event.cancel:
+            return self._end(job, JobStatus.CANCELED, now)
+        if job.seq == 0:
+            if job.stage == FINISH:
+                return self._end(job, JobStatus.SUCCEEDED, now)
+            if event.error_code and job.attempts >= MAX_ATTEMPTS:
+                return self._end(job, JobStatus.FAILED, now, event.error_code, event.error)
+            self._ready(job)
+            return []
+        found = event.flight
+        if found is None or found.state not in ("queued", "running"):
+            members = found.members if found else ()
+            lost = Flight(
+                job.seq, job.stage, members, (job.spec.id,), 0, job.candidate(self.costs), 0.0
+            )
+            self.flights[job.seq] = lost
+            return [ev.Void(job.seq, members, (job.spec.id,), forced=True)]
+        if job.seq not in self.flights:
+            candidate = job.candidate(self.costs)
+            steps = found.stop - found.start
+            expected = steps * candidate.step_s if found.stage == DENOISE else candidate.task_s
+            flight = Flight(
+                seq=job.seq,
+                stage=found.stage,
+                members=found.members,
+                jobs=found.jobs,
+                stop=found.stop,
+                candidate=candidate,
+                expected_s=expected,
+                ends_s=now + expected,
+                silent=set(found.members),
+            )
+            self.flights[job.seq] = flight
+            self._show(flight)
+            if not all(member in self.workers for member in found.members):
+                flight.voiding = True
+                return [ev.Void(flight.seq, flight.members, flight.jobs, forced=True)]
+        return []

@@ -1,0 +1,144 @@
+"""From an effect to the script call that carries it out, and from Redis' reply to an event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from common.job import JobStatus, OutputFile, Result
+from common.keys import Keys
+from common.scripts import Call, Transitions, text
+from services.coordinator import events as ev
+from services.coordinator.leader import Fenced
+
+
+class OutOfStep(RuntimeError):
+    """The records say otherwise than the core believed: rebuild it from them."""
+
+
+def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
+    """The one script that carries out `effect`."""
+    match effect:
+        case ev.Submit(spec=spec, steps=steps):
+            public = {
+                "prompt": str(spec.params.get("prompt", ""))[:200],
+                "width": spec.params.get("width") or 0,
+                "height": spec.params.get("height") or 0,
+                "seed": spec.params.get("seed") or 0,
+                "priority": spec.priority,
+            }
+            return t.submit(spec, steps, now, public)
+        case ev.Refuse():
+            results = [(job, _refusal(effect, job).to_wire()) for job in effect.ids]
+            return t.refuse(
+                effect.entry, results, effect.content, effect.error_code, effect.error, now
+            )
+        case ev.NoteCancel(entry=entry, job=job):
+            return t.cancel(entry, job)
+        case ev.Dispatch():
+            return t.dispatch(
+                effect.seq, effect.stage, effect.model, effect.members, effect.rows,
+                effect.start, effect.stop, now,
+            )  # fmt: skip
+        case ev.Yield(seq=seq, members=members):
+            return t.yield_(seq, members)
+        case ev.Void(seq=seq, members=members, jobs=jobs, forced=forced, blame=blame):
+            force = "0" if not forced else "2" if blame else "1"
+            return t.void(seq, members, jobs, force, now)
+        case ev.Finish():
+            staged = [(int(o["seq"]), int(o["n"])) for o in effect.outputs]
+            return t.finish(
+                effect.spec.id, str(effect.status), result_of(effect, t.keys, now).to_wire(),
+                staged, now, effect.error_code, effect.error,
+                free=effect.handles, free_by=effect.free_by,
+            )  # fmt: skip
+        case ev.Refresh(standings=standings):
+            rows = [
+                (
+                    s.job,
+                    "" if s.queue_position is None else str(s.queue_position),
+                    f"{s.slack_s:.3f}",
+                    str(round(s.eta_s * 1000)),
+                )
+                for s in standings
+            ]
+            return t.refresh(rows, now)
+        case ev.Forget(worker=worker):
+            return t.leave(worker, tell=False)
+
+
+def result_of(effect: ev.Finish, keys: Keys, now: float) -> Result:
+    spec = effect.spec
+    outputs = tuple(
+        OutputFile(
+            key=keys.output(spec.id, i),
+            mime=o["mime"],
+            width=o["width"],
+            height=o["height"],
+            bytes=o["bytes"],
+            sha256=o["sha256"],
+        )
+        for i, o in enumerate(effect.outputs)
+    )
+    params = {
+        **spec.params,
+        "model": spec.model,
+        "priority": spec.priority,
+        "deadline_ms": round(1000 * (spec.deadline_s or 0.0)),
+        "on_late": spec.on_late,
+        "exact": spec.exact,
+        "user": spec.user,
+    }
+    made_it = effect.status is JobStatus.SUCCEEDED and now <= (spec.deadline_s or now)
+    return Result(
+        id=spec.id,
+        status=effect.status,
+        outputs=outputs,
+        params=params,
+        seed=spec.params.get("seed"),
+        timings=dict(effect.timings),
+        on_time=None if effect.status is JobStatus.CANCELED else made_it,
+        notes=spec.notes,
+        error_code=effect.error_code,
+        error=effect.error,
+    )
+
+
+def _refusal(effect: ev.Refuse, job: str) -> Result:
+    return Result(
+        id=job,
+        status=JobStatus.FAILED,
+        error_code=effect.error_code,
+        error=effect.error,
+        field=effect.field,
+        retry_after_s=effect.retry_after_s,
+    )
+
+
+def answer_of(effect: ev.Effect, reply: Any) -> ev.Event | None:
+    """What the core hears of it. Raises Fenced, OutOfStep, or the ResponseError as it is."""
+    if isinstance(reply, ResponseError):
+        if isinstance(effect, ev.Submit) and (
+            isinstance(reply, OutOfMemoryError) or "OOM" in str(reply)
+        ):
+            return ev.SubmitFailed(effect.spec, "it is at maxmemory")
+        raise reply
+    verdict, *detail = (text(part) for part in reply)
+    if verdict == "fenced":
+        raise Fenced("a script found another leader's nonce")
+    match effect:
+        case ev.Submit(spec=spec):
+            return ev.Submitted(spec, verdict)
+        case ev.NoteCancel(job=job):
+            return ev.CancelNoted(job, verdict)
+        case ev.Dispatch(seq=seq):
+            if verdict == "row" and detail[1] in ("busy", "stage", "step"):
+                raise OutOfStep(f"job {detail[0]}: {detail[1]} differs from its record")
+            return ev.Dispatched(seq, verdict, tuple(detail))
+        case ev.Void(seq=seq, forced=forced, blame=blame):
+            return ev.Voided(seq, verdict, forced and blame)
+        case ev.Finish(spec=spec):
+            return ev.Finished(spec.id, verdict)
+        case _:
+            return None

@@ -1,0 +1,259 @@
+"""What the core is told (events) and what it wants done (effects). Data only.
+
+Every effect that Redis may refuse comes back as an event with Redis' answer, so that the
+core and the records never drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.job import JobSpec, JobStatus
+from common.messages import Report, TaskRow
+
+# -- events ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """An entry of `sw:jobs`."""
+
+    entry: str
+    raw: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    """An entry of `sw:cancel`."""
+
+    entry: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A report that Redis has recorded; `accepted` says for each row whether it counted."""
+
+    report: Report
+    accepted: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    name: str
+    stage: str
+    models: tuple[str, ...]
+    host: str
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker went (`lost` False: it handed everything back first)."""
+
+    worker: str
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestsRead:
+    """The merged manifests by model name."""
+
+    manifests: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time to decide: sent after every batch of events and whenever `Core.wake_at` has come."""
+
+
+# Answers to effects.
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    spec: JobSpec
+    verdict: str  # created | created_canceled | same | conflict
+
+
+@dataclass(frozen=True, slots=True)
+class CancelNoted:
+    job: str
+    verdict: str  # canceling | terminal | early
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    seq: int
+    verdict: str  # dispatched | seq | worker | row
+    detail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Voided:
+    seq: int
+    verdict: str  # void | late
+    blamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    job: str
+    verdict: str  # finished | gone | lost
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFailed:
+    """Redis would not take a new job (it is at maxmemory)."""
+
+    spec: JobSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """An active job as its records tell it, at the start of a coordinator's lead."""
+
+    spec: JobSpec
+    stage: str
+    step: int
+    seq: int
+    handles: bytes
+    outputs: tuple[dict[str, Any], ...]
+    attempts: int
+    error_code: str
+    error: str
+    started_s: float | None
+    seconds: Mapping[str, float]
+    cancel: bool
+    flight: RecoveredFlight | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredFlight:
+    """The task record an active job waits for."""
+
+    seq: int
+    state: str
+    stage: str
+    members: tuple[str, ...]
+    jobs: tuple[str, ...]
+    start: int
+    stop: int
+
+
+Event = (
+    Pushed
+    | CancelAsked
+    | Reported
+    | Joined
+    | Left
+    | ManifestsRead
+    | Tick
+    | Submitted
+    | SubmitFailed
+    | CancelNoted
+    | Dispatched
+    | Voided
+    | Finished
+    | Recovered
+)
+
+# -- effects --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    spec: JobSpec
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer a push with a failed result, under each of `ids` that is still unused."""
+
+    entry: str
+    ids: tuple[str, ...]
+    content: str
+    error_code: str
+    error: str
+    field: str = ""
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoteCancel:
+    entry: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    seq: int
+    stage: str
+    model: str
+    members: tuple[str, ...]
+    rows: tuple[TaskRow, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    seq: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    seq: int
+    members: tuple[str, ...]
+    jobs: tuple[str, ...]
+    forced: bool
+    blame: bool = True  # forced: whether it counts as a failed attempt of its jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End a job. `outputs` are the staged files that become its result."""
+
+    spec: JobSpec
+    status: JobStatus
+    outputs: tuple[dict[str, Any], ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+    error_code: str = ""
+    error: str = ""
+    handles: bytes = b""
+    free_by: str = ""  # the worker that is told to free `handles`; "" if none can
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the public record of a waiting or running job says of its future."""
+
+    job: str
+    queue_position: int | None
+    slack_s: float
+    eta_s: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove what a dead worker left in Redis."""
+
+    worker: str
+
+
+Effect = Submit | Refuse | NoteCancel | Dispatch | Yield | Void | Finish | Refresh | Forget

@@ -1,0 +1,260 @@
+"""The coordinator's hands: reads the streams, asks the core, carries out what it wants.
+
+Single-threaded and synchronous: one round trip reads all three streams, one more carries out
+everything the core decided. It decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from common.clock import Clock, redis_clock
+from common.keys import Keys
+from common.messages import MessageError, unpack_report
+from common.scripts import Scripts, Transitions, Ttls, text
+from services.coordinator import events as ev
+from services.coordinator.core import Core
+from services.coordinator.effects import OutOfStep, answer_of, call_of
+from services.coordinator.leader import Fenced, Leadership
+from services.coordinator.records import read_active, read_manifests, read_workers
+
+log = logging.getLogger("slackwater.coordinator")
+
+# Entries taken from each stream in one read: enough to amortise a round trip, few enough
+# that a burst of pushes delays a report by milliseconds only.
+READ_COUNT = 128
+# Must stay under a third of the shortest sensible lease, so that the lease is kept while idle.
+BLOCK_MS = 500
+LIVENESS_S = 1.0
+SAVE_COSTS_S = 10.0
+
+
+class Coordinator:
+    """Leads a pool: call `lead()` until it is True, then `step()` for ever."""
+
+    def __init__(
+        self,
+        redis: Any,
+        keys: Keys,
+        ttls: Ttls,
+        make_core: Callable[[], Core],
+        lease_s: float = 3.0,
+        worker_lease_s: float = 5.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.clock = clock or redis_clock(redis)
+        self.scripts = Scripts(redis)
+        self.transitions = Transitions(keys, ttls, Leadership.new_nonce())
+        self.leadership = Leadership(self.scripts, self.transitions, lease_s)
+        self.worker_lease_s = worker_lease_s
+        self._make_core = make_core
+        self.core = make_core()
+        self._quiet_until = 0.0  # nobody is declared dead before
+        self._looked = 0.0
+        self._saved = 0.0
+
+    # -- leadership ----------------------------------------------------------------------
+
+    def lead(self) -> bool:
+        """Try to become leader; on success the core is rebuilt from the records."""
+        if not self.leadership.take(self.clock()):
+            return False
+        self.rebuild()
+        return True
+
+    def rebuild(self) -> None:
+        now = self.clock()
+        self.core = core = self._make_core()
+        core.seq = int(self.redis.get(self.keys.seq) or 0)
+        core.costs.load({text(k): float(v) for k, v in self.redis.hgetall(self.keys.costs).items()})
+        core.handle(ev.ManifestsRead(read_manifests(self.redis, self.keys)), now)
+        names = sorted(text(name) for name in self.redis.smembers(self.keys.workers))
+        for name, worker in read_workers(self.redis, self.keys, names).items():
+            # One whose lease ran out may be alive and only have missed a Redis that was away.
+            core.handle(ev.Joined(worker or ev.WorkerInfo(name, "", (), "")), now)
+        effects: list[ev.Effect] = []
+        for recovered in read_active(self.redis, self.keys):
+            effects += core.handle(recovered, now)
+        self._quiet_until = now + self.worker_lease_s
+        log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.workers))
+        self._carry_out(effects)
+
+    # -- the loop ------------------------------------------------------------------------
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Lead whenever possible until told to stop; survives Redis going away."""
+        leading, pause = False, 0.1
+        while not should_stop():
+            try:
+                if not leading:
+                    leading = self.lead()
+                    if not leading:
+                        time.sleep(self.leadership.lease_s / 6)
+                        continue
+                self.step(BLOCK_MS)
+                pause = 0.1
+            except (Fenced, OutOfStep) as error:
+                log.warning("%s; starting over from the records", error)
+                leading = False
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
+                leading = False
+                time.sleep(pause)
+                pause = min(5.0, pause * 2)
+        if leading:
+            self._save_costs()
+            self.leadership.release()
+
+    def step(self, block_ms: int) -> bool:
+        """Read what came, act on it, decide. True if there was anything."""
+        now = self.clock()
+        self.leadership.keep(now)
+        if now - self._looked >= LIVENESS_S:
+            self._look_for_the_dead(now)
+        if now - self._saved >= SAVE_COSTS_S:
+            self._save_costs()
+        if self.core.wake_at is not None:
+            block_ms = min(block_ms, max(1, int(1000 * (self.core.wake_at - now))))
+        entries = self._read(block_ms)
+        now = self.clock()
+        effects: list[ev.Effect] = []
+        handled: list[str] = []
+        for stream, entry, fields in entries:
+            if stream == self.keys.reports:
+                handled.append(entry)
+            for event in self._events_of(stream, entry, fields):
+                effects += self.core.handle(event, now)
+        effects += self.core.handle(ev.Tick(), now)
+        # The records already hold what a report said, so deleting it first loses nothing.
+        delete = [("XDEL", self.keys.reports, *handled)] if handled else []
+        self._carry_out(effects, delete)
+        return bool(entries)
+
+    def _read(self, block_ms: int) -> list[tuple[str, str, dict[bytes, bytes]]]:
+        streams = {self.keys.reports: "0", self.keys.cancel: "0"}
+        if self.core.manifests:  # before the first worker came nobody can tell good from bad
+            streams[self.keys.jobs] = "0"
+        # redis-py's own xread changes shape with the protocol version; the plain reply does not.
+        reply = self.redis.execute_command(
+            "XREAD", "COUNT", READ_COUNT, "BLOCK", max(1, block_ms), "STREAMS",
+            *streams, *streams.values(),
+        )  # fmt: skip
+        found = reply.items() if isinstance(reply, dict) else reply or ()
+        entries = []
+        for stream, items in found:
+            if items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], list):
+                items = items[0]  # RESP3 wraps once more
+            for entry, fields in items:
+                if not isinstance(fields, dict):
+                    fields = dict(zip(fields[::2], fields[1::2], strict=True))
+                entries.append((text(stream), text(entry), fields))
+        return entries
+
+    def _events_of(self, stream: str, entry: str, fields: dict[bytes, bytes]) -> list[ev.Event]:
+        if stream == self.keys.jobs:
+            return [ev.Pushed(entry, fields)]
+        if stream == self.keys.cancel:
+            return [ev.CancelAsked(entry, fields.get(b"id", b"").decode("utf-8", "replace"))]
+        kind = fields.get(b"kind")
+        if kind == b"report":
+            try:
+                report = unpack_report(fields[b"body"])
+            except MessageError as error:
+                log.error("dropped a report that cannot be read: %s", error)
+                return []
+            flags = fields.get(b"flags", b"")
+            return [ev.Reported(report, tuple(flag == ord("1") for flag in flags))]
+        name = text(fields.get(b"worker", b""))
+        if kind == b"bye":
+            return [ev.Left(name, lost=False)]
+        worker = read_workers(self.redis, self.keys, [name])[name]
+        if worker is None:
+            return []
+        log.info("worker %s joined: %s, %s", name, worker.stage, " ".join(worker.models))
+        manifests = read_manifests(self.redis, self.keys)
+        return [ev.ManifestsRead(manifests), ev.Joined(worker)]
+
+    def _carry_out(
+        self, effects: list[ev.Effect], commands: list[tuple[Any, ...]] | None = None
+    ) -> None:
+        """Run `effects`, tell the core how each went, and go on with what it wants then."""
+        pending = effects
+        before = commands or []
+        while pending or before:
+            now = self.clock()
+            calls = [call_of(effect, self.transitions, now) for effect in pending]
+            replies = self.scripts.run(calls, before)
+            before = []
+            now = self.clock()
+            following: list[ev.Effect] = []
+            changed = False
+            for effect, reply in zip(pending, replies, strict=True):
+                _log_effect(effect, reply)
+                answer = answer_of(effect, reply)
+                if answer is not None:
+                    changed = True
+                    following += self.core.handle(answer, now)
+            if changed and not _only_dispatched(pending, replies):
+                following += self.core.handle(ev.Tick(), now)
+            pending = following
+
+    # -- housekeeping --------------------------------------------------------------------
+
+    def _look_for_the_dead(self, now: float) -> None:
+        """Notice workers that came without a word and those whose lease ran out."""
+        self._looked = now
+        names = sorted(text(name) for name in self.redis.smembers(self.keys.workers))
+        effects: list[ev.Effect] = []
+        for name, worker in read_workers(self.redis, self.keys, names).items():
+            known = self.core.workers.get(name)
+            if worker is not None and worker != known:
+                effects += self.core.handle(ev.Joined(worker), now)
+            elif worker is None and now >= self._quiet_until:
+                log.warning("worker %s is gone: its lease ran out", name)
+                effects += self.core.handle(ev.Left(name, lost=True), now)
+        for name in set(self.core.workers) - set(names):
+            effects += self.core.handle(ev.Left(name, lost=False), now)
+        self._carry_out(effects)
+
+    def _save_costs(self) -> None:
+        self._saved = self.clock()
+        learned = self.core.costs.dump()
+        if learned:
+            self.redis.hset(self.keys.costs, mapping={k: json.dumps(v) for k, v in learned.items()})
+
+
+def _only_dispatched(effects: list[ev.Effect], replies: list[Any]) -> bool:
+    """True where nothing happened that could change a decision: all dispatches went through."""
+    return all(
+        (isinstance(effect, ev.Dispatch) and reply[0] == b"dispatched")
+        or isinstance(effect, ev.Finish | ev.Refresh | ev.Yield | ev.Refuse)
+        for effect, reply in zip(effects, replies, strict=True)
+        if not isinstance(reply, RedisError)
+    )
+
+
+def _log_effect(effect: ev.Effect, reply: Any) -> None:
+    """One line a transition, the job in each."""
+    match effect:
+        case ev.Dispatch(seq=seq, stage=stage, start=start, stop=stop):
+            steps = f" {start}–{stop}" if stop else ""
+            log.info("job %s %s%s → %s (seq %d)", " ".join(r.job for r in effect.rows), stage,
+                     steps, " ".join(effect.members), seq)  # fmt: skip
+        case ev.Finish(spec=spec, status=status):
+            log.info("job %s %s %s", spec.id, status, effect.error)
+        case ev.Refuse(ids=ids, error=error):
+            log.info("push %s refused: %s", ids[-1], error)
+        case ev.Yield(seq=seq):
+            log.info("seq %d asked to yield", seq)
+        case ev.Void(seq=seq, forced=forced):
+            log.info("seq %d taken back%s", seq, " from a lost worker" if forced else "")

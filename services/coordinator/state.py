@@ -1,0 +1,113 @@
+"""What the core remembers of jobs and of tasks in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.job import JobSpec
+from common.messages import TaskRow, pack
+from common.stage import DECODE, DENOISE, ENCODE
+from services.costs.model import CostModel, Shape
+from services.policies.base import Candidate
+
+FINISH = "finish"  # the stage after decode: nothing left to run
+
+
+@dataclass(slots=True)
+class Job:
+    """One active job. Times in seconds since the epoch by Redis' clock."""
+
+    spec: JobSpec
+    shape: Shape
+    steps: int
+    deadline_s: float
+    packed_params: bytes
+    stage: str = ENCODE
+    step: int = 0
+    seq: int = 0  # the dispatch it waits for, 0 when it is ready
+    handles: bytes = b""
+    outputs: tuple[dict[str, Any], ...] = ()
+    attempts: int = 0
+    started_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    chunks: int = 0
+    doomed: bool = False
+    canceled: bool = False
+    ending: bool = False  # a Finish is on its way
+
+    @classmethod
+    def of(cls, spec: JobSpec, shape: Shape, deadline_s: float) -> Job:
+        return cls(
+            spec=spec,
+            shape=shape,
+            steps=int(spec.params.get("num_inference_steps") or 1),
+            deadline_s=deadline_s,
+            packed_params=pack(spec.params),
+        )
+
+    def row(self, stop: int) -> TaskRow:
+        start, end = (self.step, stop) if self.stage == DENOISE else (0, 0)
+        return TaskRow(self.spec.id, start, end, self.spec.exact, self.packed_params, self.handles)
+
+    def remaining_s(self, costs: CostModel) -> float:
+        """Work left by the cost model, decode included; queueing is the policy's to judge."""
+        model, shape = self.spec.model, self.shape
+        left = costs.estimate(model, DECODE, shape)
+        if self.stage == DECODE:
+            return left
+        left += (self.steps - self.step) * costs.estimate(model, DENOISE, shape)
+        if self.stage == ENCODE:
+            left += costs.estimate(model, ENCODE, shape)
+        return left
+
+    def candidate(self, costs: CostModel) -> Candidate:
+        model, shape = self.spec.model, self.shape
+        return Candidate(
+            job=self.spec.id,
+            stage=self.stage,
+            model=model,
+            arrival_s=self.spec.arrival_s,
+            deadline_s=self.deadline_s,
+            priority=self.spec.priority,
+            remaining_s=self.remaining_s(costs),
+            task_s=0.0 if self.stage == DENOISE else costs.estimate(model, self.stage, shape),
+            step_s=costs.estimate(model, DENOISE, shape),
+            step=self.step,
+            steps=self.steps,
+            doomed=self.doomed,
+        )
+
+
+@dataclass(slots=True)
+class Flight:
+    """A dispatch that has not been reported: queued or running on its members."""
+
+    seq: int
+    stage: str
+    members: tuple[str, ...]
+    jobs: tuple[str, ...]
+    stop: int
+    candidate: Candidate
+    expected_s: float  # how long it should run
+    ends_s: float = 0.0
+    yielding: bool = False
+    voiding: bool = False
+    silent: set[str] = field(default_factory=set)  # members that have yet to report
+
+
+def timings(job: Job, now: float) -> Mapping[str, float]:
+    """What a result says of where the time went, in seconds."""
+    run = sum(job.seconds.values())
+    total = now - job.spec.arrival_s
+    out = {f"{stage}_s": round(seconds, 6) for stage, seconds in job.seconds.items()}
+    out |= {
+        "run_s": round(run, 6),
+        "total_s": round(total, 6),
+        "wait_s": round(max(0.0, total - run), 6),
+    }
+    if job.started_s is not None:
+        out["queued_s"] = round(max(0.0, job.started_s - job.spec.arrival_s), 6)
+    out["chunks"] = job.chunks
+    return out

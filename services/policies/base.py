@@ -1,0 +1,136 @@
+"""What a policy is: it orders ready tasks and says which rank runs what, and for how long.
+
+A policy is pure. It keeps its own index and is told of every change (`add`, `remove`), so
+that a decision costs about log n in the number of waiting jobs; `plan` is asked whenever
+something changed. The coordinator and the simulator run the same policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A job's next task, ready to run. Times in seconds.
+
+    `remaining_s` is all that is left of the job by the cost model, the decode stage and its
+    expected queue included; `step_s` one denoising step; `task_s` the whole task where the
+    stage is not denoise.
+    """
+
+    job: str
+    stage: str
+    model: str
+    arrival_s: float
+    deadline_s: float
+    priority: int
+    remaining_s: float
+    task_s: float
+    step_s: float
+    step: int
+    steps: int
+    doomed: bool = False  # known not to make its deadline
+
+    def slack_s(self, now: float) -> float:
+        return self.deadline_s - now - self.remaining_s
+
+
+@dataclass(slots=True)
+class Running:
+    """What a rank is doing."""
+
+    seq: int
+    candidate: Candidate
+    ends_s: float  # expected
+    yielding: bool = False
+
+
+@dataclass(slots=True)
+class Rank:
+    """One worker: runs one task, holds at most one more queued behind it."""
+
+    name: str
+    stage: str
+    models: tuple[str, ...]
+    running: Running | None = None
+    queued: Running | None = None
+
+    def free_at(self, now: float) -> float:
+        return max(now, self.running.ends_s) if self.running else now
+
+
+@dataclass(slots=True)
+class View:
+    """The pool as the policy may see it."""
+
+    ranks: list[Rank]
+    lead_s: float = 0.02  # a task is handed over this long before its rank is free
+    chunk_s: float = 0.6  # a chunk's wanted length
+    switch_s: float = 0.005  # what it costs to stop one job and start another
+    error: float = 0.05  # relative error of an estimate
+    ahead: int = 2  # jobs encoded ahead per denoise rank
+    by_stage: dict[str, list[Rank]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Give `job`'s next task to `rank`; `stop` is the step its chunk ends before."""
+
+    job: str
+    rank: str
+    stop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Ask the rank's running task to yield at its next step."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Take back a task that is queued and not started."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """Said once when a job can no longer make its deadline; `on_late` decides what follows."""
+
+    job: str
+
+
+Decision = Run | Preempt | Recall | Doomed
+
+
+class Policy(Protocol):
+    name: str
+
+    def add(self, candidate: Candidate) -> None:
+        """`candidate` became ready."""
+
+    def remove(self, job: str) -> None:
+        """The job's task is not ready any more; unknown jobs are passed over."""
+
+    def plan(self, view: View, now: float) -> list[Decision]:
+        """What to do now. Jobs named in a Run leave the index when the core says `remove`."""
+
+    def order(self, now: float) -> Iterable[str]:
+        """Waiting jobs, the next first: what a queue position means."""
+
+
+def chunk_stop(candidate: Candidate, chunk_s: float) -> int:
+    """The step before which a chunk of about `chunk_s` ends.
+
+    A rest shorter than a quarter of a chunk is taken along: it would cost a hand-over of its own.
+    """
+    if candidate.step_s <= 0:
+        return candidate.steps
+    count = max(1, round(chunk_s / candidate.step_s))
+    stop = candidate.step + count
+    return candidate.steps if candidate.steps - stop < count * 0.25 else stop

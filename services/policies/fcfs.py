@@ -1,0 +1,47 @@
+"""First come, first served: by arrival, never interrupting. The baseline, and the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.stage import DENOISE, ENCODE, STAGES
+from services.policies.base import Candidate, Decision, Run, View, chunk_stop
+from services.policies.index import Index
+
+
+class Fcfs:
+    name = "fcfs"
+
+    def __init__(self) -> None:
+        self._ready = {stage: Index() for stage in STAGES}
+
+    def add(self, candidate: Candidate) -> None:
+        self._ready[candidate.stage].add(candidate, candidate.arrival_s)
+
+    def remove(self, job: str) -> None:
+        for index in self._ready.values():
+            index.remove(job)
+
+    def plan(self, view: View, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        taken: set[str] = set()
+        for rank in view.ranks:
+            if rank.queued or (rank.running and rank.running.ends_s - now > view.lead_s):
+                continue
+            if rank.stage == ENCODE and self._enough_encoded(view):
+                continue
+            for candidate in self._ready[rank.stage]:
+                if candidate.job in taken or candidate.model not in rank.models:
+                    continue
+                taken.add(candidate.job)
+                decisions.append(Run(candidate.job, rank.name, chunk_stop(candidate, view.chunk_s)))
+                break
+        return decisions
+
+    def _enough_encoded(self, view: View) -> bool:
+        denoisers = len(view.by_stage.get(DENOISE, ()))
+        return len(self._ready[DENOISE]) >= max(1, denoisers) * view.ahead
+
+    def order(self, now: float) -> Iterable[str]:
+        merged = [(c.arrival_s, c.job) for index in self._ready.values() for c in index]
+        return [job for _, job in sorted(merged)]
