@@ -130,10 +130,7 @@ class PoolImports:
         import torch
 
         try:
-            if export.backend == "cuda":
-                storage = _open_cuda(export)
-            else:
-                storage = _open_cpu(export)
+            storage = _open_cuda(export) if export.backend == "cuda" else _open_cpu(export)
         except (OSError, RuntimeError) as err:
             raise IpcError(f"cannot open pool {export.pool}: {err}") from err
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -245,7 +242,7 @@ def _uuid(device: Any) -> str:
 def _open_cuda(export: PoolExport) -> Any:
     import torch
 
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     for ordinal in range(torch.cuda.device_count()):
         if _uuid(ordinal) == export.device:
             # the exporter's ordinal comes first in torch's tuple; ours may be another
@@ -262,7 +259,8 @@ def _open_cpu(export: PoolExport) -> Any:
     pid, number, size = export.storage
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
     try:
-        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # keeps a duplicate
+        storage: Any = torch.UntypedStorage
+        return storage._new_shared_fd_cpu(fd, size)  # keeps a duplicate
     finally:
         os.close(fd)
 

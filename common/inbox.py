@@ -74,13 +74,13 @@ class Inbox(threading.Thread):
         self._stage_in, self._free = stage_in, free
         self._tasks: deque[Pending] = deque()
         self._news = threading.Condition()
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
         self._last = "0"
         self.yields: set[int] = set()
 
     def run(self) -> None:
         redis, outage = None, Outage("inbox")
-        while not self._stop.is_set():
+        while not self._stopping.is_set():
             try:
                 redis = redis or self._connect()
                 reply = redis.execute_command(
@@ -99,7 +99,7 @@ class Inbox(threading.Thread):
                     self._take(redis, entries)
             except (RedisError, OSError) as error:
                 redis = None
-                outage.failed(error, self._stop)
+                outage.failed(error, self._stopping)
 
     def _take(self, redis: Any, entries: list[Any]) -> None:
         done = []
@@ -151,7 +151,7 @@ class Inbox(threading.Thread):
             self._news.notify_all()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopping.set()
         self.nudge()
 
 
@@ -167,7 +167,7 @@ class Pulse(threading.Thread):
         super().__init__(name="pulse", daemon=True)
         self._beat, self._tell, self._every_s = beat, tell, every_s
         self._wake = threading.Event()
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
         self._progress: tuple[int, dict[str, int]] | None = None
 
     def progress(self, seq: int, steps: dict[str, int]) -> None:
@@ -177,7 +177,7 @@ class Pulse(threading.Thread):
 
     def run(self) -> None:
         outage, beaten = Outage("pulse"), float("-inf")
-        while not self._stop.is_set():
+        while not self._stopping.is_set():
             try:
                 now = time.monotonic()
                 if now - beaten >= self._every_s:
@@ -188,12 +188,12 @@ class Pulse(threading.Thread):
                     self._tell(*latest)
                 outage.over()
             except (RedisError, OSError) as error:
-                outage.failed(error, self._stop)
+                outage.failed(error, self._stopping)
                 continue
-            self._stop.wait(PROGRESS_S)
+            self._stopping.wait(PROGRESS_S)
             self._wake.wait(max(0.0, beaten + self._every_s - time.monotonic()))
             self._wake.clear()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopping.set()
         self._wake.set()

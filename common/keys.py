@@ -60,7 +60,16 @@ class Keys:
         """hash: what the cost model has learned, "{model}/{stage}/{shape}" -> JSON."""
         return self.prefix + "costs"
 
+    @property
+    def pool(self) -> str:
+        """hash: "{host}/{stage}" -> wanted worker processes, read by that host's launcher."""
+        return self.prefix + "pool"
+
     # -- with a lease or a TTL ------------------------------------------------------------
+
+    def launcher(self, host: str) -> str:
+        """hash: pid and what the launcher (`slackwater up`) of a host runs; expires with its lease."""
+        return f"{self.prefix}launcher:{host}"
 
     @property
     def leader(self) -> str:
@@ -120,5 +129,6 @@ class Keys:
                 self.workers,
                 self.manifests,
                 self.costs,
+                self.pool,
             }
         )

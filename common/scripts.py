@@ -159,7 +159,7 @@ class Transitions:
 
     def dispatch(
         self, seq: int, stage: str, model: str, members: Sequence[str], rows: Sequence[TaskRow],
-        start: int, stop: int, now: float,
+        expected_s: float, now: float,
     ) -> Call:  # fmt: skip
         k = self.keys
         message = pack_task(seq, stage, model, tuple(members), list(rows))
@@ -168,7 +168,8 @@ class Transitions:
             (k.leader, k.seq, k.task(seq), *(k.tasks(m) for m in members),
              *(k.worker(m) for m in members), *(k.trajectory(r.job) for r in rows)),
             (self.nonce, str(seq), ms(now), str(len(members)), str(len(rows)), message, stage,
-             str(start), str(stop), " ".join(members), *(r.job for r in rows)),
+             ms(expected_s), " ".join(members),
+             *(value for r in rows for value in (r.job, str(r.start)))),
         )  # fmt: skip
 
     def yield_(self, seq: int, members: Sequence[str]) -> Call:

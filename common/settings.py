@@ -76,6 +76,7 @@ class Settings(BaseSettings):
     lead_ms: float = Field(
         20.0, ge=0, description="a task is handed over this long before its rank is free"
     )
+    pack_ms: float = Field(5.0, ge=0, description="tasks shorter than this are handed over several at a time")
     encode_ahead: int = Field(2, ge=1, description="jobs encoded ahead per denoise worker")
     slo_scale: float = Field(
         3.0, gt=0, description="default deadline: this × the job's standalone time"

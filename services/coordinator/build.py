@@ -39,6 +39,7 @@ def core_maker(settings: Settings) -> Callable[[], Core]:
                 ranks=[],
                 lead_s=settings.lead_ms / 1000,
                 chunk_s=settings.chunk_ms / 1000,
+                pack_s=settings.pack_ms / 1000,
                 ahead=settings.encode_ahead,
             ),
         )

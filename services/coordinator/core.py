@@ -13,13 +13,23 @@ from typing import Any
 
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import unpack_handles
-from common.stage import DENOISE, ENCODE
+from common.stage import ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission
 from services.coordinator.standing import standings
 from services.coordinator.state import FINISH, Flight, Job, timings
 from services.costs.model import CostModel, Shape, shape_of
-from services.policies.base import Doomed, Policy, Preempt, Rank, Recall, Run, Running, View
+from services.policies.base import (
+    Doomed,
+    Policy,
+    Preempt,
+    Rank,
+    Recall,
+    Run,
+    Running,
+    View,
+    cost_s,
+)
 
 Effects = list[ev.Effect]
 # A job whose task failed or whose worker died this often ends as failed.
@@ -197,22 +207,23 @@ class Core:
         return effects
 
     def _run(self, decision: Run, now: float) -> Effects:
-        job, rank = self.jobs[decision.job], self.ranks[decision.rank]
-        candidate = job.candidate(self.costs)
-        self.policy.remove(job.spec.id)
+        rank = self.ranks[decision.rank]
+        jobs = [self.jobs[name] for name, _ in decision.rows]
+        stops = [stop for _, stop in decision.rows]
+        candidates = [job.candidate(self.costs) for job in jobs]
+        expected_s = sum(cost_s(c, stop) for c, stop in zip(candidates, stops, strict=True))
         self.seq += 1
-        job.seq = self.seq
-        steps = decision.stop - job.step
-        expected = steps * candidate.step_s if job.stage == DENOISE else candidate.task_s
+        for job in jobs:
+            self.policy.remove(job.spec.id)
+            job.seq = self.seq
         flight = Flight(
             seq=self.seq,
-            stage=job.stage,
+            stage=rank.stage,
             members=(rank.name,),
-            jobs=(job.spec.id,),
-            stop=decision.stop if job.stage == DENOISE else 0,
-            candidate=candidate,
-            expected_s=expected,
-            ends_s=rank.free_at(now) + expected,
+            jobs=tuple(job.spec.id for job in jobs),
+            candidate=candidates[0],
+            expected_s=expected_s,
+            ends_s=rank.free_at(now) + expected_s,
             silent={rank.name},
         )
         self.flights[self.seq] = flight
@@ -221,11 +232,10 @@ class Core:
             ev.Dispatch(
                 seq=flight.seq,
                 stage=flight.stage,
-                model=job.spec.model,
+                model=jobs[0].spec.model,
                 members=flight.members,
-                rows=(job.row(decision.stop),),
-                start=job.step if job.stage == DENOISE else 0,
-                stop=flight.stop,
+                rows=tuple(job.row(stop) for job, stop in zip(jobs, stops, strict=True)),
+                expected_s=expected_s,
             )
         ]
 
@@ -455,23 +465,19 @@ class Core:
         if found is None or found.state not in ("queued", "running"):
             members = found.members if found else ()
             lost = Flight(
-                job.seq, job.stage, members, (job.spec.id,), 0, job.candidate(self.costs), 0.0
+                job.seq, job.stage, members, (job.spec.id,), job.candidate(self.costs), 0.0
             )
             self.flights[job.seq] = lost
             return [ev.Void(job.seq, members, (job.spec.id,), forced=True)]
         if job.seq not in self.flights:
-            candidate = job.candidate(self.costs)
-            steps = found.stop - found.start
-            expected = steps * candidate.step_s if found.stage == DENOISE else candidate.task_s
             flight = Flight(
                 seq=job.seq,
                 stage=found.stage,
                 members=found.members,
                 jobs=found.jobs,
-                stop=found.stop,
-                candidate=candidate,
-                expected_s=expected,
-                ends_s=now + expected,
+                candidate=job.candidate(self.costs),
+                expected_s=found.expected_s,
+                ends_s=now + found.expected_s,
                 silent=set(found.members),
             )
             self.flights[job.seq] = flight

@@ -39,7 +39,7 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
         case ev.Dispatch():
             return t.dispatch(
                 effect.seq, effect.stage, effect.model, effect.members, effect.rows,
-                effect.start, effect.stop, now,
+                effect.expected_s, now,
             )  # fmt: skip
         case ev.Yield(seq=seq, members=members):
             return t.yield_(seq, members)

@@ -145,8 +145,7 @@ class RecoveredFlight:
     stage: str
     members: tuple[str, ...]
     jobs: tuple[str, ...]
-    start: int
-    stop: int
+    expected_s: float
 
 
 Event = (
@@ -201,8 +200,7 @@ class Dispatch:
     model: str
     members: tuple[str, ...]
     rows: tuple[TaskRow, ...]
-    start: int
-    stop: int
+    expected_s: float
 
 
 @dataclass(frozen=True, slots=True)

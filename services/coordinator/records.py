@@ -87,13 +87,13 @@ def _read_flights(redis: Any, keys: Keys, seqs: Sequence[int]) -> dict[int, Reco
     wanted = sorted({seq for seq in seqs if seq})
     pipe = redis.pipeline(transaction=False)
     for seq in wanted:
-        pipe.hmget(keys.task(seq), "state", "stage", "members", "jobs", "start", "stop")
+        pipe.hmget(keys.task(seq), "state", "stage", "members", "jobs", "expected")
     flights = {}
     for seq, record in zip(wanted, pipe.execute(), strict=True):
         if record[0] is None:
             continue
-        state, stage, members, jobs, start, stop = map(text, record)
+        state, stage, members, jobs, expected = map(text, record)
         flights[seq] = RecoveredFlight(
-            seq, state, stage, tuple(members.split()), tuple(jobs.split()), int(start), int(stop)
+            seq, state, stage, tuple(members.split()), tuple(jobs.split()), int(expected) / 1000
         )
     return flights

@@ -246,9 +246,9 @@ def _only_dispatched(effects: list[ev.Effect], replies: list[Any]) -> bool:
 def _log_effect(effect: ev.Effect, reply: Any) -> None:
     """One line a transition, the job in each."""
     match effect:
-        case ev.Dispatch(seq=seq, stage=stage, start=start, stop=stop):
-            steps = f" {start}–{stop}" if stop else ""
-            log.info("job %s %s%s → %s (seq %d)", " ".join(r.job for r in effect.rows), stage,
+        case ev.Dispatch(seq=seq, stage=stage, rows=rows):
+            steps = f" {rows[0].start}–{rows[0].stop}" if rows[0].stop else ""
+            log.info("job %s %s%s → %s (seq %d)", " ".join(r.job for r in rows), stage,
                      steps, " ".join(effect.members), seq)  # fmt: skip
         case ev.Finish(spec=spec, status=status):
             log.info("job %s %s %s", spec.id, status, effect.error)

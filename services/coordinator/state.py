@@ -88,7 +88,6 @@ class Flight:
     stage: str
     members: tuple[str, ...]
     jobs: tuple[str, ...]
-    stop: int
     candidate: Candidate
     expected_s: float  # how long it should run
     ends_s: float = 0.0

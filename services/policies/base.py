@@ -7,9 +7,11 @@ something changed. The coordinator and the simulator run the same policies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from common.stage import DENOISE
 
 
 @dataclass(slots=True)
@@ -69,19 +71,20 @@ class View:
     ranks: list[Rank]
     lead_s: float = 0.02  # a task is handed over this long before its rank is free
     chunk_s: float = 0.6  # a chunk's wanted length
+    pack_s: float = 0.005  # short tasks are packed into one of up to this length
     switch_s: float = 0.005  # what it costs to stop one job and start another
     error: float = 0.05  # relative error of an estimate
-    ahead: int = 2  # jobs encoded ahead per denoise rank
+    ahead: int = 2  # jobs encoded ahead per denoise rank, and
+    ahead_s: float = 0.1  # the denoising time that they should make up at least
     by_stage: dict[str, list[Rank]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Give `job`'s next task to `rank`; `stop` is the step its chunk ends before."""
+    """Give `rank` one task of these rows: (job, the step its chunk ends before)."""
 
-    job: str
     rank: str
-    stop: int = 0
+    rows: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,35 @@ class Policy(Protocol):
 
     def order(self, now: float) -> Iterable[str]:
         """Waiting jobs, the next first: what a queue position means."""
+
+
+# A packed task's message must stay well under 8 kB (common/messages.py).
+MOST_ROWS = 12
+
+
+def cost_s(candidate: Candidate, stop: int) -> float:
+    """How long the candidate's next task takes if its chunk ends before `stop`."""
+    if candidate.stage == DENOISE:
+        return (stop - candidate.step) * candidate.step_s
+    return candidate.task_s
+
+
+def pack(
+    first: Candidate, view: View, following: Callable[[], Candidate | None]
+) -> tuple[tuple[str, int], ...]:
+    """Rows of a task that begins with `first`: itself, and, while all of them together are
+    short, the candidates that `following` yields. One hand-over then pays for several tasks
+    that are each shorter than it."""
+    stop = chunk_stop(first, view.chunk_s)
+    rows, left_s = [(first.job, stop)], view.pack_s - cost_s(first, stop)
+    while left_s > 0 and len(rows) < MOST_ROWS:
+        candidate = following()
+        if candidate is None:
+            break
+        stop = chunk_stop(candidate, view.chunk_s)
+        left_s -= cost_s(candidate, stop)
+        rows.append((candidate.job, stop))
+    return tuple(rows)
 
 
 def chunk_stop(candidate: Candidate, chunk_s: float) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from common.stage import DENOISE, ENCODE, STAGES
-from services.policies.base import Candidate, Decision, Run, View, chunk_stop
+from services.policies.base import Candidate, Decision, Rank, Run, View, pack
 from services.policies.index import Index
 
 
@@ -30,13 +31,18 @@ class Fcfs:
                 continue
             if rank.stage == ENCODE and self._enough_encoded(view):
                 continue
-            for candidate in self._ready[rank.stage]:
-                if candidate.job in taken or candidate.model not in rank.models:
-                    continue
-                taken.add(candidate.job)
-                decisions.append(Run(candidate.job, rank.name, chunk_stop(candidate, view.chunk_s)))
-                break
+            first = self._next(rank, rank.models, taken)
+            if first is not None:
+                rows = pack(first, view, partial(self._next, rank, (first.model,), taken))
+                decisions.append(Run(rank.name, rows))
         return decisions
+
+    def _next(self, rank: Rank, models: tuple[str, ...], taken: set[str]) -> Candidate | None:
+        for candidate in self._ready[rank.stage]:
+            if candidate.job not in taken and candidate.model in models:
+                taken.add(candidate.job)
+                return candidate
+        return None
 
     def _enough_encoded(self, view: View) -> bool:
         denoisers = len(view.by_stage.get(DENOISE, ()))

@@ -25,11 +25,15 @@ from services.policies.base import (
     Run,
     View,
     chunk_stop,
+    cost_s,
+    pack,
 )
 from services.policies.index import Index
 
 # What doomed jobs get of a stage's time while others wait that can still make it.
 DOOMED_SHARE = 0.05
+# Encoded jobs per denoiser whatever their length.
+MOST_AHEAD = 64
 
 
 class Slack:
@@ -65,13 +69,32 @@ class Slack:
                 candidate = self._next(rank, view, now, taken, decisions)
                 if candidate is None:
                     continue
-                taken.add(candidate.job)
-                stop = chunk_stop(candidate, view.chunk_s)
-                self._account(candidate, stop)
-                decisions.append(Run(candidate.job, rank.name, stop))
+                decisions.append(self._pack(candidate, rank, view, now, taken, decisions))
             if stage == DENOISE:
                 decisions += self._interrupt(view, now, taken)
         return decisions
+
+    def _pack(
+        self,
+        first: Candidate,
+        rank: Rank,
+        view: View,
+        now: float,
+        taken: set[str],
+        decisions: list[Decision],
+    ) -> Run:
+        taken.add(first.job)
+        self._account(first, chunk_stop(first, view.chunk_s))
+
+        def following() -> Candidate | None:
+            candidate = self._next(rank, view, now, taken, decisions)
+            if candidate is None or candidate.model != first.model:
+                return None
+            taken.add(candidate.job)
+            self._account(candidate, chunk_stop(candidate, view.chunk_s))
+            return candidate
+
+        return Run(rank.name, pack(first, view, following))
 
     # -- who is next ---------------------------------------------------------------------
 
@@ -89,7 +112,7 @@ class Slack:
                 return found
         for candidate in self._doomed[stage]:
             if candidate.job not in taken and candidate.model in rank.models:
-                if stage == ENCODE and self._encoded_before(candidate, view) >= self._ahead(view):
+                if stage == ENCODE and self._enough_encoded(candidate, view, taken):
                     return None
                 return candidate
         if doomed_turn:
@@ -109,7 +132,7 @@ class Slack:
                 continue
             if candidate.model not in rank.models:
                 continue
-            if stage == ENCODE and self._encoded_before(candidate, view) >= self._ahead(view):
+            if stage == ENCODE and self._enough_encoded(candidate, view, taken):
                 break
             found = candidate
             break
@@ -121,17 +144,23 @@ class Slack:
                 decisions.append(Doomed(candidate.job))
         return found
 
-    def _encoded_before(self, candidate: Candidate, view: View) -> int:
-        """Encoded jobs that would run before `candidate`: no need to encode it while there are
-        enough of them to keep the denoisers busy."""
-        return self._feasible[DENOISE].position(candidate.deadline_s)
-
-    def _ahead(self, view: View) -> int:
-        return max(1, len(view.by_stage.get(DENOISE, ()))) * view.ahead
+    def _enough_encoded(self, candidate: Candidate, view: View, taken: set[str]) -> bool:
+        """Whether the jobs that are encoded and go before `candidate` keep the denoisers busy,
+        both by number and by time: embeddings that wait only take memory."""
+        denoisers = max(1, len(view.by_stage.get(DENOISE, ())))
+        count = len(taken)
+        work_s = 0.0
+        for encoded in self._feasible[DENOISE]:
+            if encoded.deadline_s > candidate.deadline_s:
+                break
+            count += 1
+            work_s += cost_s(encoded, encoded.steps)
+            if count >= view.ahead * denoisers and work_s >= view.ahead_s * denoisers:
+                return True
+        return count >= MOST_AHEAD * denoisers
 
     def _account(self, candidate: Candidate, stop: int) -> None:
-        steps = stop - candidate.step
-        cost = steps * candidate.step_s if candidate.stage == DENOISE else candidate.task_s
+        cost = cost_s(candidate, stop)
         self._spent[candidate.stage] += cost
         if candidate.doomed:
             self._spent_doomed[candidate.stage] += cost
@@ -192,7 +221,7 @@ class Slack:
             decisions.append(Preempt(rank.running.seq))
         if not rank.queued:
             self._account(urgent, chunk_stop(urgent, view.chunk_s))
-            decisions.append(Run(urgent.job, rank.name, chunk_stop(urgent, view.chunk_s)))
+            decisions.append(Run(rank.name, ((urgent.job, chunk_stop(urgent, view.chunk_s)),)))
         return decisions
 
 

@@ -1,0 +1,43 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both do all set-up themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# One OpenMP thread a process that sleeps while it waits (docs/architecture.md, “Threads”).
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# No model here comes from a hub.
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test lint up setup setup-bench compose-smoke clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m examples.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+up: $(VENV)/.ready
+	$(BIN)/slackwater up
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,dev]'
+	touch $@
+
+# What the benchmarks compare with: Celery, taskiq, docket; scipy.
+setup-bench: $(VENV)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,dev,bench]'
+
+compose-smoke:
+	deploy/compose-smoke.sh
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

