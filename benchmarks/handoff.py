@@ -128,8 +128,8 @@ def run(repeats: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The same for people."""
-    names = ("memcpy", "checksum", "wakeup", "arena_put", "arena_get", "arena")
-    names += ("redis_put", "redis_get", "redis")
+    names = ["memcpy", "checksum", "wakeup", "arena_put", "arena_get", "arena"]
+    names += ["redis_put", "redis_get", "redis"]
     lines = ["median ms" + "".join(f"{name:>11}" for name in names) + "  redis/arena"]
     for size in SIZES_MB:
         row = result["by_mb"][f"{size:g}"]
