@@ -42,6 +42,7 @@ from common.arena_file import (
     human,
     lay_out,
     map_file,
+    open_file,
     still_at,
 )
 
@@ -135,9 +136,8 @@ class Arena:
         allocated and faulted in here, so that a tmpfs that is too small is an ArenaError now
         and not a SIGBUS later.
         """
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fd = open_file(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if not still_at(path, fd):  # unlinked while we waited: that file is history
@@ -221,6 +221,11 @@ class Arena:
         if extent.offset < 0 or extent.nbytes < 0 or end > len(self._data):
             raise ArenaError(f"extent {extent.offset}..{end} lies outside the arena {self.path}")
         return self._data[extent.offset : end]
+
+    @property
+    def data(self) -> memoryview:
+        """All of the data area, for registering it with a device; blocks come from `view`."""
+        return self._data
 
     # -- looking after -----------------------------------------------------------------------
 
@@ -306,8 +311,8 @@ class Arena:
         with self._thread_lock:
             if self._closed:
                 raise ArenaError(f"arena {self.path} is closed in this process")
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
                 if self._head[Word.DIRTY]:
                     self._rebuild()
                 yield

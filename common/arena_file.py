@@ -55,6 +55,18 @@ class Layout:
         self.total = self.data + blocks * block_bytes
 
 
+def open_file(path: str) -> int:
+    """A descriptor of the arena's file, made empty where there is none."""
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # latents are nobody else's business
+    except OSError as err:
+        raise ArenaError(
+            f"the arena {path} cannot be opened: {err.strerror}; it has to be a file that all "
+            "services of this host may write, so run them as one user on one tmpfs"
+        ) from err
+
+
 def lay_out(path: str, fd: int, size_bytes: int | None, block_bytes: int) -> None:
     """Allocate and format the file; the caller holds its lock. The magic comes last."""
     if block_bytes < 4096 or block_bytes & (block_bytes - 1):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from common.arena import SWEEP_MIN_AGE_S, Arena, ArenaError, Extent, owner_name
 from common.device_cache import DeviceCache
-from common.payload import ITEM_BYTES, Parcel, TensorSpec, assemble, digest, lay_out
+from common.payload import ITEM_BYTES, Parcel, TensorSpec, WarmBuffers, assemble, digest, lay_out
 from common.spill import PIECE_BYTES, TTL_S, Spill, SpillFull
 
 __all__ = ["DeviceCache", "Handle", "HandleError", "HandleStore", "Parcel", "TensorSpec"]
@@ -138,6 +138,7 @@ class HandleStore:
         self.host, self.arena = host, arena
         self._spill = Spill(redis, prefix, piece_bytes, spill_ttl_s) if redis is not None else None
         self._inline_bytes = min(inline_bytes, INLINE_LIMIT_BYTES)
+        self._buffers = WarmBuffers()
         self.counts = {"arena": 0, "redis": 0, "inline": 0, "spilled": 0}
 
     def put(self, job: str, seq: int, part: str, parcel: Parcel, where: str = "auto") -> Handle:
@@ -156,15 +157,16 @@ class HandleStore:
                 raise HandleError(
                     "full", f"{part} of {nbytes} bytes is over the {INLINE_LIMIT_BYTES} of inline"
                 )
-            data = bytes(assemble(chunks, memoryview(bytearray(nbytes))))
+            data = bytearray(nbytes)
+            checksum = assemble(chunks, memoryview(data))
             self.counts["inline"] += 1
-            return replace(blank, where="inline", xxh3=digest(data), location={"data": data})
+            return replace(blank, where="inline", xxh3=checksum, location={"data": bytes(data)})
         if where != "redis" and self.arena is not None:
             extent = self.arena.alloc(nbytes, owner_name(job))
             if extent is not None:
                 try:
                     view = self.arena.view(extent)
-                    checksum = digest(assemble(chunks, view))
+                    checksum = assemble(chunks, view)
                 except BaseException:
                     self.arena.free(extent)
                     raise
@@ -178,14 +180,15 @@ class HandleStore:
                 f"no room for {part} of job {job} ({nbytes} bytes): the arena of {self.host} {room}"
                 + ("" if where == "arena" else " and there is no Redis to spill to"),
             )
-        payload = assemble(chunks, memoryview(bytearray(nbytes)))
+        payload = self._buffers.take(nbytes)
+        checksum = assemble(chunks, payload)
         try:
             place = self._spill.put(job, seq, part, payload)
         except SpillFull as err:
             raise HandleError("full", f"no room for {part} of job {job}: {err}") from err
         self.counts["redis"] += 1
         self.counts["spilled"] += where == "auto" and self.arena is not None
-        return replace(blank, where="redis", xxh3=digest(payload), location=place)
+        return replace(blank, where="redis", xxh3=checksum, location=place)
 
     def get(self, handle: Handle) -> Parcel:
         """A private, writable copy, checked for shape, size and checksum; else HandleError.
@@ -194,20 +197,26 @@ class HandleStore:
         still computes.
         """
         if handle.where == "inline":
-            payload = bytearray(handle.location["data"])
-        elif handle.where == "arena":
+            payload = memoryview(bytearray(handle.location["data"]))
+            return _open(handle, payload, digest(payload))
+        if handle.where == "arena":
             arena, extent = self._reach(handle)
-            payload = bytearray(_view(arena, extent, handle))
+            view = _view(arena, extent, handle)
+            payload = self._buffers.take(handle.nbytes)
+            checksum = assemble([(0, view)], payload)
             if not arena.is_live(extent):  # freed, and maybe reused, while we copied
                 raise _lost(handle, "it was freed while it was being read")
         elif handle.where == "redis" and self._spill is not None:
-            found = self._spill.get(handle.location, handle.nbytes)
-            if found is None:
+            payload = self._buffers.take(handle.nbytes)
+            size = self._spill.get(handle.location, payload)
+            if size is None:
                 raise _lost(handle, "its pieces in Redis were freed or have expired")
-            payload = found
+            if size != handle.nbytes:
+                raise _corrupt(handle, f"it has {size} bytes where {handle.nbytes} were put")
+            checksum = digest(payload)
         else:
             raise self._unreachable(handle)
-        return _open(handle, payload)
+        return _open(handle, payload, checksum)
 
     @contextlib.contextmanager
     def borrow(self, handle: Handle) -> Iterator[Parcel]:
@@ -220,7 +229,8 @@ class HandleStore:
             yield self.get(handle)
             return
         arena, extent = self._reach(handle)
-        yield _open(handle, _view(arena, extent, handle).toreadonly())
+        view = _view(arena, extent, handle).toreadonly()
+        yield _open(handle, view, digest(view))
         if not arena.is_live(extent):
             raise _lost(handle, "it was freed while it was being read")
 
@@ -293,21 +303,14 @@ class HandleStore:
         return HandleError("unreachable", f"{handle} cannot be read here: {why}")
 
 
-def _open(handle: Handle, payload: bytearray | memoryview) -> Parcel:
-    if len(payload) != handle.nbytes:
-        raise HandleError(
-            "corrupt", f"{handle} is corrupt: {len(payload)} bytes where {handle.nbytes} were put"
-        )
-    found = digest(payload)
-    if found != handle.xxh3:
-        raise HandleError(
-            "corrupt", f"{handle} is corrupt: its checksum is {found}, {handle.xxh3} was put"
-        )
-    whole, end, tensors = memoryview(payload), 0, {}
+def _open(handle: Handle, payload: memoryview, checksum: str) -> Parcel:
+    if checksum != handle.xxh3:
+        raise _corrupt(handle, f"its checksum is {checksum} where {handle.xxh3} was put")
+    end, tensors = 0, {}
     for spec in handle.tensors:
         end = spec.offset + spec.nbytes
-        tensors[spec.name] = (spec.dtype, spec.shape, whole[spec.offset : end])
-    return Parcel(tensors, bytes(whole[end:]))
+        tensors[spec.name] = (spec.dtype, spec.shape, payload[spec.offset : end])
+    return Parcel(tensors, bytes(payload[end:]))
 
 
 def _view(arena: Arena, extent: Extent, handle: Handle) -> memoryview:
@@ -316,12 +319,16 @@ def _view(arena: Arena, extent: Extent, handle: Handle) -> memoryview:
     try:
         return arena.view(extent)
     except ArenaError as err:
-        raise HandleError("corrupt", f"{handle} points outside its arena: {err}") from err
+        raise _corrupt(handle, str(err)) from err
 
 
 def _extent(handle: Handle) -> Extent:
     place = handle.location
     return Extent(place["offset"], handle.nbytes, place["slot"], place["gen"])
+
+
+def _corrupt(handle: Handle, why: str) -> HandleError:
+    return HandleError("corrupt", f"{handle} is corrupt: {why}")
 
 
 def _lost(handle: Handle, why: str) -> HandleError:

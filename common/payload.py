@@ -6,6 +6,7 @@ Torch-free: tensors are anything with the buffer protocol, dtypes go by their to
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 # Tensors start at multiples of this: a cache line, and what vector loads and torch want.
 ALIGN_BYTES = 64
+# What was just copied is hashed while it is still in the core's cache: 8 MB in 0.55 ms, not 0.69.
+CACHE_STEP_BYTES = 256 << 10
+# Smaller buffers come from the allocator's own warm memory.
+REUSE_FROM_BYTES = 64 << 10
 
 Buffer = Any  # whatever memoryview() takes; collections.abc.Buffer comes with Python 3.12
 
@@ -77,16 +82,62 @@ def lay_out(
     return tuple(specs), chunks, at + len(parcel.meta)
 
 
-def assemble(chunks: list[tuple[int, memoryview]], into: memoryview) -> memoryview:
-    """Copy `chunks` to their offsets; gaps become zeros, so that the checksum is of the state."""
-    at = 0
+def assemble(chunks: list[tuple[int, memoryview]], into: memoryview) -> str:
+    """Copy `chunks` to their offsets in `into`; the checksum of what then stands there.
+
+    Gaps become zeros, so that the checksum is of the state and not of the block's last tenant.
+    """
+    state, at = xxhash.xxh3_64(), 0
     for offset, chunk in chunks:
-        into[at:offset] = bytes(offset - at)
+        if at < offset:
+            into[at:offset] = bytes(offset - at)
+            state.update(into[at:offset])
+        for start in range(0, len(chunk), CACHE_STEP_BYTES):
+            piece = chunk[start : start + CACHE_STEP_BYTES]
+            written = into[offset + start : offset + start + len(piece)]
+            written[:] = piece
+            state.update(written)
         at = offset + len(chunk)
-        into[offset:at] = chunk
-    return into
+    return state.hexdigest()
 
 
 def digest(payload: bytes | bytearray | memoryview) -> str:
     """xxh3, 64 bits, hex: 8 MB in about 0.1–0.5 ms, and no proof against malice."""
     return xxhash.xxh3_64_hexdigest(payload)
+
+
+class WarmBuffers:
+    """Private memory for payloads, reused once nobody looks at it any more.
+
+    Fresh memory for 8 MB costs ten times its memcpy in page faults. A bytearray refuses to be
+    resized while any view of it lives (memoryview, numpy, torch.frombuffer), so one that agrees
+    is free again. At most `keep_bytes` are kept; threads may share it.
+    """
+
+    def __init__(self, keep_bytes: int = 128 << 20) -> None:
+        self._keep_bytes = keep_bytes
+        self._buffers: list[bytearray] = []  # least recently handed out first
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Writable memory of `nbytes`, content undefined, the caller's while it is held."""
+        if nbytes < REUSE_FROM_BYTES:
+            return memoryview(bytearray(nbytes))
+        with self._lock:
+            for i, buffer in enumerate(self._buffers):
+                if nbytes <= len(buffer) <= 2 * nbytes and _unseen(buffer):
+                    self._buffers.append(self._buffers.pop(i))
+                    return memoryview(buffer)[:nbytes]
+            buffer = bytearray(nbytes)
+            self._buffers.append(buffer)
+            while sum(map(len, self._buffers)) > self._keep_bytes:
+                self._buffers.pop(0)
+            return memoryview(buffer)[:nbytes]
+
+
+def _unseen(buffer: bytearray) -> bool:
+    try:
+        buffer.append(buffer.pop())  # shrinks by one and back: no copy, but only without views
+    except (BufferError, IndexError):
+        return False
+    return True

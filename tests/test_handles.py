@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from common.arena import Arena
 from common.device_cache import DeviceCache
 from common.handles import INLINE_LIMIT_BYTES, Handle, HandleError, HandleStore, Parcel
-from common.payload import ITEM_BYTES
+from common.payload import ITEM_BYTES, REUSE_FROM_BYTES
 
 ROOT = Path(__file__).parent.parent
 
@@ -189,6 +189,22 @@ def test_a_private_copy_outlives_its_block(arena: Arena) -> None:
     store.free(handle)
     store.put("job-2", 2, "latents", a_state())
     assert_same(got, state)
+
+
+def test_two_states_read_one_after_the_other_share_no_memory(arena: Arena) -> None:
+    """Buffers are reused, but only when nothing sees them any more, tensors included."""
+    store = HandleStore("host-a", arena)
+    states = [a_state(REUSE_FROM_BYTES) for _ in range(3)]
+    handles = [store.put(f"job-{i}", 1, "latents", state) for i, state in enumerate(states)]
+    first = store.get(handles[0]).tensors["latents"][2][10:20]  # a slice of a view is enough
+    second = store.get(handles[1])
+    assert bytes(first) == states[0].tensors["latents"][2][10:20]
+    assert_same(second, states[1])
+    del second
+    reused = store.get(handles[2])
+    assert bytes(first) == states[0].tensors["latents"][2][10:20]
+    assert_same(reused, states[2])
+    assert len(store._buffers._buffers) == 2
 
 
 @pytest.mark.parametrize("where", ["arena", "redis"])
