@@ -6,6 +6,7 @@ another job's: two latents decoded together differ from each alone (2e-6).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,14 @@ class DecodeStage:
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
         staged = staged or {}
-        return [guarded(row, lambda row=row: self._row(row, staged.get(row.job))) for row in task.rows]
+        return [guarded(row, partial(self._row, row, staged.get(row.job))) for row in task.rows]
 
     def free(self, handles: list[Handle]) -> None:
         for handle in handles:
             self.store.free(handle)
+
+    def counts(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         return None
@@ -79,27 +83,29 @@ class DecodeStage:
         if parts is None:
             parts = self._read(row)
         pixels = self.pixels(row.params, parts)
-        outputs = [
-            images.encode(
-                picture,
-                row.params.get("output_format") or "png",
-                100 if row.params.get("output_compression") is None
-                else row.params["output_compression"],
-            )
-            for picture in pixels
-        ]
-        return Outcome(job=row.job, step=parts[state.LATENTS]["step"], outputs=outputs)
+        kind = row.params.get("output_format") or "png"
+        quality = row.params.get("output_compression")
+        quality = 100 if quality is None else quality
+        if pixels.ndim == 5:
+            fps = row.params.get("fps") or manifest.DEFAULT_FPS
+            outputs = [images.encode_video(video, fps, kind, quality) for video in pixels]
+        else:
+            outputs = [images.encode(picture, kind, quality) for picture in pixels]
+        return Outcome(job=row.job, step=row.start, outputs=outputs)
 
     def pixels(self, params: dict[str, Any], parts: dict[str, Any]) -> np.ndarray:
-        """n×h×w×3 uint8 of one job's latents."""
+        """n×h×w×3 uint8 of one job's latents; n×f×h×w×3 where the model makes videos."""
         model = self.model
         values = model.initial_state(params)
         state.restore_prepared(values, parts[state.PREPARED], embeds=None)
         values.values.update(parts[state.LATENTS]["carried"])
         values.values["output_type"] = "pt"  # floats in [0, 1], still on the device
         request.run_blocks(model.split.decode, model.pipe, values)
-        pictures = values.get("images")
-        if not isinstance(pictures, torch.Tensor):
-            raise BadInput(f"{model.directory.name} does not make pictures")
-        return images.to_uint8(pictures)
-
+        made = values.get("images")
+        if made is None:
+            made = values.get("videos")
+        if isinstance(made, list):  # some processors return a list of videos
+            made = torch.stack(made)
+        if not isinstance(made, torch.Tensor):
+            raise BadInput(f"{model.directory.name} makes neither pictures nor videos")
+        return images.to_uint8(made)

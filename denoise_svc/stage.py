@@ -9,24 +9,33 @@ resumes without reading; the cache is never the truth: state is written through 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import statistics
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import torch
-
 from common.handles import DeviceCache, Handle, HandleStore
-from common.models import chunk, manifest, parcels, request, schedulers, state
+from common.models import batch, chunk, live, manifest, parcels, state
+from common.models.chunk import Chunk
 from common.models.errors import BadInput, NonFinite, NotCapturable, StateLost
+from common.models.live import LiveJob
 from common.models.model import Model
-from common.models.rows import guarded
-from common.models.state import LiveJob
+from common.models.rows import guarded, is_fatal
+from common.models.values import is_finite
 from common.stage import DENOISE, Control, Outcome, Row, Task
 
 # Live jobs kept on the device. Image latents and embeddings are up to 15 MB a job, so this
 # holds a hundred; video jobs with UniPC history take 80 MB.
 CACHE_BYTES = 2 * 2**30
 LIVE = "live"
+
+log = logging.getLogger(__name__)
+
+# A live job, and its prepared part where that is still to be written.
+Opened = tuple[LiveJob, dict[str, Any] | None]
 
 
 class DenoiseStage:
@@ -50,6 +59,7 @@ class DenoiseStage:
         self.store = store
         self.cache = DeviceCache(cache_bytes)
         self._limits = limits
+        self._resumed = {"resumed_device": 0, "resumed_read": 0}
 
     def manifest(self) -> dict[str, Any]:
         return manifest.build(self.model, self._limits)
@@ -70,11 +80,21 @@ class DenoiseStage:
         return staged
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
-        staged = staged or {}
-        return [
-            guarded(row, lambda row=row: self._row(task, row, staged.get(row.job), control))
-            for row in task.rows
-        ]
+        """Exact rows one after another; of the others, those that fit in one forward together."""
+        parts = staged or {}
+        opened: dict[str, Opened] = {}
+        outcomes: dict[str, Outcome] = {}
+        together = [row for row in task.rows if not row.exact]
+        if self.model.quirks.batches and together:
+            opened = self._open_all(together, parts)
+            outcomes = self._together(task, together, opened, control)
+        for row in task.rows:
+            if row.job not in outcomes:
+                work = partial(
+                    self._alone, task, row, parts.get(row.job), opened.get(row.job), control
+                )
+                outcomes[row.job] = guarded(row, work)
+        return [outcomes[row.job] for row in task.rows]
 
     def free(self, handles: list[Handle]) -> None:
         for handle in handles:
@@ -82,57 +102,126 @@ class DenoiseStage:
                 self.cache.drop(handle.job, handle.seq, LIVE)
             self.store.free(handle)
 
+    def counts(self) -> dict[str, int]:
+        """Chunks that went on from the device, and those whose state was read back first."""
+        return dict(self._resumed)
+
     def close(self) -> None:
         self.cache.shrink(0)
 
+    # -- several rows in one forward -----------------------------------------------------------
+
+    def _open_all(self, rows: list[Row], parts: dict[str, Any]) -> dict[str, Opened]:
+        """What could be opened; a row that could not runs alone and says why."""
+        opened = {}
+        for row in rows:
+            with contextlib.suppress(Exception):
+                opened[row.job] = self._open(row, parts.get(row.job))
+        return opened
+
+    def _together(
+        self, task: Task, rows: list[Row], opened: dict[str, Opened], control: Control
+    ) -> dict[str, Outcome]:
+        """Outcomes of the rows that shared a forward; a guided job shares it with itself."""
+        groups: dict[Any, list[Row]] = {}
+        for row in rows:
+            if row.job in opened:
+                groups.setdefault(batch.key(self.model, opened[row.job][0]), []).append(row)
+        outcomes: dict[str, Outcome] = {}
+        for group in groups.values():
+            if sum(batch.branches(opened[row.job][0]) for row in group) < 2:
+                continue
+            began = perf_counter()
+            pairs = [opened.pop(row.job) for row in group]
+            jobs = [job for job, _ in pairs]
+            try:
+                chunks = batch.run(
+                    self.model,
+                    jobs,
+                    [job.iteration_at(row.stop) for job, row in zip(jobs, group, strict=True)],
+                    control.should_stop,
+                    partial(_tell, control, group, jobs),
+                    self.model.device,
+                )
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                # One of them spoils it for all; alone, from their handles, each gets its due.
+                log.exception("a batch of %d failed; its rows run alone", len(group))
+                continue
+            for row, (job, prepared), done in zip(group, pairs, chunks, strict=True):
+                work = partial(self._finish, task, row, job, prepared, done)
+                outcomes[row.job] = guarded(row, work)
+            for row in group:
+                outcomes[row.job].seconds = perf_counter() - began
+        return outcomes
+
     # -- one row -----------------------------------------------------------------------------
 
-    def _row(self, task: Task, row: Row, parts: Any, control: Control) -> Outcome:
-        if isinstance(parts, Exception):
-            raise parts
-        if not self.model.verdict.ok:
-            raise NotCapturable(f"{self.model.verdict.scheduler}: {self.model.verdict.reason}")
-        written: dict[str, Handle] = {}
-        job = self._take_live(row)
-        prepared = None
-        if job is None:
-            parts = parts if parts is not None else self._read(row)
-            if state.LATENTS in row.handles:
-                job = self._resume(row, parts)
-            else:
-                job = self._prepare(row, parts)
-                prepared = state.capture_prepared(self.model.split, job, parts[state.EMBEDS])
-        if job.step != row.start:
-            raise StateLost(f"the task starts at step {row.start}, the state stands at {job.step}")
+    def _alone(
+        self, task: Task, row: Row, parts: Any, opened: Opened | None, control: Control
+    ) -> Outcome:
+        job, prepared = opened or self._open(row, parts)
         done = chunk.run(
             job.pipe,
             self.model.split,
             job.state,
-            row.start,
-            row.stop,
+            job.iteration,
+            job.iteration_at(row.stop),
             job.carried,
             control.should_stop,
-            lambda step: control.progress(row.job, step),
+            lambda iteration: control.progress(row.job, job.step_at(iteration)),
             self.model.device,
+            self.model.quirks.timestep_per_picture,
         )
-        job.step, job.carried = done.step, done.carried
-        _check_finite(job.carried, job.step)
+        return self._finish(task, row, job, prepared, done)
+
+    def _open(self, row: Row, parts: Any) -> Opened:
+        """The job, live, and its prepared part if this is its first chunk."""
+        if isinstance(parts, Exception):
+            raise parts
+        if not self.model.verdict.ok:
+            raise NotCapturable(f"{self.model.verdict.scheduler}: {self.model.verdict.reason}")
+        job, prepared = self._take_live(row), None
+        if job is not None:
+            self._resumed["resumed_device"] += 1
+        else:
+            parts = parts if parts is not None else self._read(row)
+            if state.LATENTS in row.handles:
+                job = live.resume(self.model, row.params, parts)
+                self._resumed["resumed_read"] += 1
+            else:
+                embeds = parts[state.EMBEDS]
+                job = live.prepare(self.model, row.params, embeds)
+                prepared = state.capture_prepared(self.model.split, job.state, job.marks, embeds)
+        at = job.step_at(job.iteration)
+        if at != row.start:
+            raise StateLost(f"the task starts at step {row.start}, the state stands at {at}")
+        if job.iteration >= job.iterations:
+            raise BadInput(f"all {job.steps} steps of this job are done")
+        return job, prepared
+
+    def _finish(
+        self, task: Task, row: Row, job: LiveJob, prepared: dict[str, Any] | None, done: Chunk
+    ) -> Outcome:
+        """Write the state through, keep the job live, say how far it came."""
+        job.iteration, job.carried = done.iteration, done.carried
+        step = job.step_at(job.iteration)
+        _check_finite(job.carried, step)
+        written: dict[str, Handle] = {}
         try:
             if prepared is not None:
                 written[state.PREPARED] = self._write(task, row, state.PREPARED, prepared)
-            latents = state.capture_latents(self.model.split, job)
+            latents = live.capture_latents(self.model.split, job)
             written[state.LATENTS] = self._write(task, row, state.LATENTS, latents)
         except BaseException:
             self.free(list(written.values()))
             raise
-        if done.step < chunk.total_steps(job.state):
+        if job.iteration < job.iterations:
             self.cache.put(row.job, task.seq, LIVE, job, job.nbytes())
-        return Outcome(
-            job=row.job,
-            step=done.step,
-            handles=written,
-            step_s=statistics.median(done.step_s),
-        )
+        # One step may be several iterations (Heun: two).
+        step_s = statistics.median(done.step_s) * job.iterations / job.steps if done.step_s else 0.0
+        return Outcome(job=row.job, step=step, handles=written, step_s=step_s)
 
     def _write(self, task: Task, row: Row, part: str, values: dict[str, Any]) -> Handle:
         return self.store.put(
@@ -169,43 +258,16 @@ class DenoiseStage:
             return None
         job = self.cache.get(row.job, latents.seq, LIVE)
         self.cache.drop_job(row.job)
-        return job if job is not None and job.step == row.start else None
+        return job if job is not None and job.step_at(job.iteration) == row.start else None
 
-    def _prepare(self, row: Row, parts: dict[str, Any]) -> LiveJob:
-        model = self.model
-        pipe = model.own_pipeline(row.params)
-        values = model.initial_state(row.params)
-        generator = request.generator(row.params)
-        values.set("generator", generator)
-        state.restore_embeds(values, parts[state.EMBEDS])
-        request.run_blocks(model.split.prepare, pipe, values)
-        model.quirks.prepared(pipe, values)
-        if not bool(torch.isfinite(values.get("timesteps")).all()):
-            raise BadInput(
-                "num_inference_steps: the scheduler makes no finite timesteps of these; use more"
-            )
-        return LiveJob(
-            pipe=pipe,
-            state=values,
-            generator=generator,
-            marks=schedulers.Marks.of(pipe.scheduler),
-        )
 
-    def _resume(self, row: Row, parts: dict[str, Any]) -> LiveJob:
-        model = self.model
-        pipe = model.own_pipeline(row.params)
-        values = model.initial_state(row.params)
-        generator = request.generator(row.params)
-        values.set("generator", generator)
-        prepared = parts[state.PREPARED]
-        state.restore_prepared(values, prepared, parts[state.EMBEDS])
-        job = LiveJob(pipe, values, generator, schedulers.Marks({}))
-        state.restore_latents(job, prepared["scheduler"], parts[state.LATENTS])
-        return job
+def _tell(
+    control: Control, rows: list[Row], jobs: list[LiveJob], place: int, iteration: int
+) -> None:
+    control.progress(rows[place].job, jobs[place].step_at(iteration))
 
 
 def _check_finite(carried: dict[str, Any], step: int) -> None:
     for name, value in carried.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            if not bool(torch.isfinite(value).all()):
-                raise NonFinite(f"{name} is not finite after step {step}")
+        if not is_finite(value):
+            raise NonFinite(f"{name} is not finite after step {step}")

@@ -6,10 +6,9 @@ and a prompt costs little beside the steps that follow.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from common.handles import Handle, HandleStore, Parcel
 from common.models import guidance, manifest, parcels, request, state
@@ -17,6 +16,7 @@ from common.models.embed_cache import EmbedCache
 from common.models.errors import NonFinite
 from common.models.model import Model
 from common.models.rows import guarded
+from common.models.values import is_finite
 from common.stage import ENCODE, Control, Outcome, Row, Task
 
 # A prompt of Qwen-Image is up to 7 MB: some forty of the longest, thousands of small ones.
@@ -56,14 +56,16 @@ class EncodeStage:
 
     def stage_in(self, task: Task) -> None:
         """Nothing to read: a prompt comes with its task."""
-        return None
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
-        return [guarded(row, lambda row=row: self._row(task, row)) for row in task.rows]
+        return [guarded(row, partial(self._row, task, row)) for row in task.rows]
 
     def free(self, handles: list[Handle]) -> None:
         for handle in handles:
             self.store.free(handle)
+
+    def counts(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         self.cache.clear()
@@ -96,12 +98,12 @@ class EncodeStage:
         model = self.model
         own = model.own_pipeline(params)
         if model.quirks.encode_needs_cfg:
-            own.guider.enable()
+            # Any scale but 1 will do: it only says that a negative prompt is wanted.
+            own.guider = own.guider.new(guidance_scale=2.0, enabled=True)
         values = model.initial_state(params)
         request.run_blocks(model.split.encode, own, values)
         embeds = state.capture_embeds(model.split, values)
         for name, value in embeds["values"].items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                if not bool(torch.isfinite(value).all()):
-                    raise NonFinite(f"{name} is not finite; the text encoder overflowed")
+            if not is_finite(value):
+                raise NonFinite(f"{name} is not finite; the text encoder overflowed")
         return parcels.write(state.EMBEDS, embeds, model.device)

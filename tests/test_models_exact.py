@@ -9,22 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import make_qwenimage, shared_qwenimage, shared_root
-from tests.tiny_pipeline import Job, Stages
-
 import msgpack
 import numpy as np
 import pytest
 import torch
 
 from common.handles import Handle
+from tests.tiny_models import make_qwenimage, shared_qwenimage, shared_root
+from tests.tiny_pipeline import Job, Stages
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    yield Stages(shared_qwenimage(), tmp_path_factory.mktemp("arena") / "arena")
+    return Stages(shared_qwenimage(), tmp_path_factory.mktemp("arena") / "arena")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,8 @@ def reference(pipe: Any, job: Job) -> tuple[torch.Tensor, list[np.ndarray]]:
     inputs["num_images_per_prompt"] = p["n"]
 
     def call(**more: Any) -> Any:
-        return pipe(**inputs, generator=torch.Generator("cpu").manual_seed(p["seed"]), **more).images
+        generator = torch.Generator("cpu").manual_seed(p["seed"])
+        return pipe(**inputs, generator=generator, **more).images
 
     return call(output_type="latent"), [np.array(picture) for picture in call()]
 
@@ -100,7 +100,7 @@ def test_any_cuts_change_nothing(stages: Stages, classic: Any, seed: int) -> Non
         seed=seed,
     )
     job.run("encode")
-    cuts = sorted(rng.sample(range(1, steps), rng.randrange(1, 5))) + [steps]
+    cuts = [*sorted(rng.sample(range(1, steps), rng.randrange(1, 5))), steps]
     for cut in cuts:
         job.denoise([cut], forget=rng.random() < 0.6)
     check(classic, job)
@@ -142,9 +142,7 @@ sys.stdout.buffer.write(msgpack.packb({"step": job.step,
 """
 
 
-def test_state_moves_to_another_process_and_back(
-    tmp_path: Path, classic: Any
-) -> None:
+def test_state_moves_to_another_process_and_back(tmp_path: Path, classic: Any) -> None:
     """Chunks here, in a second process, and here again: the same bits, through the arena."""
     here = Stages(shared_qwenimage(), tmp_path / "arena")
     job = here.job(num_inference_steps=9, negative_prompt="blurry", n=2)
@@ -177,7 +175,7 @@ def test_bfloat16_is_exact_too(tmp_path: Path) -> None:
 
     model = make_qwenimage(shared_root() / "tiny-qwen-bf16", dtype=torch.bfloat16)
     stages = Stages(model, tmp_path / "arena", dtype="bfloat16")
-    pipe = QwenImagePipeline.from_pretrained(model, torch_dtype=torch.bfloat16)
+    pipe = QwenImagePipeline.from_pretrained(model, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     job = stages.job(num_inference_steps=5, negative_prompt="ugly")
     job.run("encode")

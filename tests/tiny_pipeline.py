@@ -11,12 +11,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import tests.tiny_models  # noqa: F401 - sets threads before torch is imported
-
 import numpy as np
 import torch
 from PIL import Image
 
+import tests.tiny_models  # noqa: F401 - sets threads before torch is imported
 from common.arena import Arena
 from common.handles import Handle, HandleStore
 from common.models import parcels

@@ -1,0 +1,119 @@
+"""A job live in this process: prepared from its embeddings, or resumed from its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from diffusers import ModularPipeline
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+from common.models import request, schedulers, state
+from common.models.errors import BadInput
+from common.models.guidance import Rule
+from common.models.quirks import Quirks
+from common.models.split import Split
+
+
+class Denoiser(Protocol):
+    """What is needed of a loaded model (common/models/model.py)."""
+
+    pipe: ModularPipeline
+    split: Split
+    rule: Rule | None
+    quirks: Quirks
+
+
+@dataclass
+class LiveJob:
+    """One job in this process, ready for its next chunk. Nothing in it is shared."""
+
+    pipe: ModularPipeline  # the job's own copy
+    state: PipelineState
+    generator: torch.Generator
+    marks: schedulers.Marks
+    iteration: int = 0  # of the loop; a step of the user's is one or more of them
+    carried: dict[str, Any] = field(default_factory=dict)
+
+    # Heun's loop runs 2·n − 1 times for n steps, PNDM's n + 9 times. Everyone outside counts
+    # steps as users do, 0 to num_inference_steps; these two translate, rounding so that the end of
+    # a chunk at step k reads as step k again.
+
+    @property
+    def iterations(self) -> int:
+        return len(self.state.get("timesteps"))
+
+    @property
+    def steps(self) -> int:
+        return int(self.state.get("num_inference_steps") or self.iterations)
+
+    def step_at(self, iteration: int) -> int:
+        """Steps of the user's that are done after `iteration` runs of the loop."""
+        return iteration * self.steps // self.iterations
+
+    def iteration_at(self, step: int) -> int:
+        """Where a chunk that is to end at `step` ends; at least one iteration from here."""
+        at = self.iterations if step >= self.steps else -(-step * self.iterations // self.steps)
+        return max(at, self.iteration + 1)
+
+    def nbytes(self) -> int:
+        """Bytes of its tensors, for the cache's budget."""
+        seen: dict[int, int] = {}
+        values = [*self.state.values.values(), *self.carried.values()]
+        values += schedulers.changing(self.pipe.scheduler).values()
+        for value in values:
+            items = value if isinstance(value, list | tuple) else [value]
+            for item in items:
+                if isinstance(item, torch.Tensor):
+                    storage = item.untyped_storage()
+                    seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
+
+
+def prepare(model: Denoiser, params: dict[str, Any], embeds: dict[str, Any]) -> LiveJob:
+    """Step 0: timesteps, initial latents from the seed, everything the loop reads.
+
+    Raises BadInput where the scheduler makes no usable timesteps of these parameters.
+    """
+    job = _blank(model, params)
+    state.restore_embeds(job.state, embeds)
+    request.run_blocks(model.split.prepare, job.pipe, job.state)
+    model.quirks.prepared(job.pipe, job.state)
+    if not bool(torch.isfinite(job.state.get("timesteps")).all()):
+        raise BadInput(
+            "num_inference_steps: the scheduler makes no finite timesteps of these; use more"
+        )
+    job.marks = schedulers.Marks.of(job.pipe.scheduler)
+    return job
+
+
+def resume(model: Denoiser, params: dict[str, Any], parts: dict[str, Any]) -> LiveJob:
+    """The job as it stood when its latents were written."""
+    job = _blank(model, params)
+    prepared, latents = parts[state.PREPARED], parts[state.LATENTS]
+    state.restore_prepared(job.state, prepared, parts[state.EMBEDS])
+    schedulers.restore(job.pipe.scheduler, prepared["scheduler"], latents["scheduler"])
+    job.marks = schedulers.Marks(prepared["scheduler"])
+    job.iteration, job.carried = latents["iteration"], latents["carried"]
+    if latents["generator"] is not None:
+        job.generator.set_state(latents["generator"].cpu())
+    return job
+
+
+def capture_latents(split: Split, job: LiveJob) -> dict[str, Any]:
+    """The changing part, at a step boundary."""
+    return {
+        "iteration": job.iteration,
+        "carried": job.carried,
+        "scheduler": job.marks.delta(job.pipe.scheduler),
+        "generator": job.generator.get_state() if split.draws else None,
+    }
+
+
+def _blank(model: Denoiser, params: dict[str, Any]) -> LiveJob:
+    pipe = request.own_pipeline(model.pipe, model.rule, params)
+    values = request.initial_state(model.split, params)
+    generator = request.generator(params)
+    values.set("generator", generator)
+    return LiveJob(pipe, values, generator, schedulers.Marks({}))

@@ -1,0 +1,175 @@
+"""Rows of several jobs in one forward: what may differ, and what must not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import shared_qwenimage
+from tests.tiny_pipeline import Control, Job, Stages
+
+# fp32, against the same job alone. Measured up to 2e-6 on latents of about 4.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    return Stages(shared_qwenimage(), tmp_path_factory.mktemp("arena") / "arena")
+
+
+MIX: dict[str, dict[str, Any]] = {
+    "plain": {"num_inference_steps": 6},
+    "guided": {"num_inference_steps": 9, "negative_prompt": "blurry", "seed": 1},
+    "strong": {"num_inference_steps": 5, "negative_prompt": "", "true_cfg_scale": 9.0, "seed": 2},
+    "two": {"num_inference_steps": 7, "n": 2, "prompt": "a small green triangle, left", "seed": 3},
+}
+
+
+def alone(stages: Stages, params: dict[str, Any]) -> torch.Tensor:
+    job = stages.job("alone", **params)
+    job.run("encode")
+    job.denoise([job.params["num_inference_steps"]])
+    latents = job.latents()
+    job.free()
+    return latents
+
+
+def batch(stages: Stages, jobs: list[Job], steps: int, control: Control | None = None) -> list[Any]:
+    """One task of all jobs that are not done, `steps` further each."""
+    rows = [
+        dataclasses.replace(job.row(job.step, job.step + steps), exact=False)
+        for job in jobs
+        if job.step < job.params["num_inference_steps"]
+    ]
+    outcomes = stages.run(stages.task("denoise", *rows), control)
+    by_id = {job.id: job for job in jobs}
+    for outcome in outcomes:
+        if not outcome.error_code:
+            by_id[outcome.job].accept(outcome)
+    return outcomes
+
+
+def start(stages: Stages, mix: dict[str, dict[str, Any]] = MIX) -> list[Job]:
+    jobs = [stages.job(name, **params) for name, params in mix.items()]
+    for job in jobs:
+        job.run("encode")
+    return jobs
+
+
+def test_a_batch_of_unlike_jobs_equals_each_alone(stages: Stages) -> None:
+    """Other steps, scales, prompts, with and without guidance, n = 2: rounding only."""
+    jobs = start(stages)
+    jobs[1].denoise([2])  # joins two steps ahead
+    while any(job.step < job.params["num_inference_steps"] for job in jobs):
+        stages.forget()
+        assert not any(o.error for o in batch(stages, jobs, 3))
+    for job in jobs:
+        off = (job.latents() - alone(stages, MIX[job.id])).abs().max().item()
+        assert off < TOLERANCE
+        job.free()
+
+
+def test_jobs_leave_a_batch_when_they_are_done(stages: Stages) -> None:
+    """One task to everyone's end: those with fewer steps leave, the rest go on."""
+    jobs = start(stages)
+    control = Control()
+    outcomes = batch(stages, jobs, 99, control)
+    assert [o.step for o in outcomes] == [6, 9, 5, 7]
+    assert control.told.count(("guided", 9)) == 1
+    for job in jobs:
+        assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
+        job.free()
+
+
+def test_a_yield_stops_all_rows_at_the_same_boundary(stages: Stages) -> None:
+    """Every row says how far it got, and all go on from there."""
+    jobs = start(stages)
+    outcomes = batch(stages, jobs, 5, Control(stop_after=2))
+    assert [o.step for o in outcomes] == [2, 2, 2, 2]
+    stages.forget()
+    batch(stages, jobs, 99)
+    for job in jobs:
+        assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
+        job.free()
+
+
+def test_exact_rows_stay_exact_beside_a_batch(stages: Stages) -> None:
+    """A task may mix both; the exact row's bits are those of the job alone."""
+    jobs = start(stages)
+    rows = [dataclasses.replace(job.row(0, 5), exact=job.id == "plain") for job in jobs]
+    for job, outcome in zip(jobs, stages.run(stages.task("denoise", *rows)), strict=True):
+        assert not outcome.error
+        job.accept(outcome)
+    jobs[0].denoise([6])
+    assert torch.equal(jobs[0].latents(), alone(stages, MIX["plain"]))
+    for job in jobs:
+        job.free()
+
+
+def test_a_neighbour_changes_nothing(stages: Stages) -> None:
+    """The same job beside quite another neighbour of the same shape: the same bits."""
+    seen = []
+    for prompt, seed in (("a red circle", 5), ("a blue square", 6)):
+        jobs = start(stages, {"mine": MIX["guided"], "other": {"prompt": prompt, "seed": seed}})
+        batch(stages, jobs, 4)
+        seen.append(jobs[0].latents())
+        for job in jobs:
+            job.free()
+    assert torch.equal(*seen)
+
+
+def test_a_row_that_overflows_fails_alone(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in one row's latents does not reach the rows beside it."""
+    jobs = start(stages)
+    scheduler = type(stages.by_kind["denoise"].model.pipe.scheduler)
+    step = scheduler.step
+
+    def poisoned(self: Any, noise: Any, t: Any, sample: Any, **kw: Any) -> Any:
+        out = step(self, noise, t, sample, **kw)
+        return (out[0] * float("nan"),) if sample.shape[0] == 2 else out
+
+    monkeypatch.setattr(scheduler, "step", poisoned)
+    outcomes = batch(stages, jobs, 99)
+    assert [o.error_code for o in outcomes] == ["", "", "", "non_finite"]
+    monkeypatch.undo()
+    for job in jobs[:3]:
+        assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
+    for job in jobs:
+        job.free()
+
+
+def test_a_batch_that_breaks_is_run_row_by_row(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in the joint forward costs the batch, not the jobs."""
+    from common.models.batch import JointGuider
+
+    def broken(self: Any, data: Any) -> Any:
+        raise RuntimeError("no")
+
+    jobs = start(stages)
+    monkeypatch.setattr(JointGuider, "prepare_inputs", broken)
+    assert not any(o.error for o in batch(stages, jobs, 99))
+    for job in jobs:
+        assert torch.equal(job.latents(), alone(stages, MIX[job.id]))
+        job.free()
+
+
+def test_sizes_are_not_mixed_in_a_forward(stages: Stages) -> None:
+    """Jobs of another size in the task form a batch of their own, or run alone."""
+    mix = {
+        "a": {"negative_prompt": "x"},
+        "b": {"width": 96, "seed": 1},
+        "c": {"seed": 2},
+        "d": {"width": 96, "height": 32, "seed": 3},
+    }
+    jobs = start(stages, mix)
+    assert not any(o.error for o in batch(stages, jobs, 99))
+    for job in jobs:
+        assert (job.latents() - alone(stages, mix[job.id])).abs().max() < TOLERANCE
+        job.free()
+    assert stages.store.arena is not None
+    assert stages.store.arena.stats().claims == 0
