@@ -109,9 +109,12 @@ def _children(commands: list[list[str]], env: dict[str, str]) -> Iterator[None]:
     running = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
-            env=whole, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=whole,
+            cwd=HERE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
         for command in commands
     ]
     try:
@@ -163,8 +166,9 @@ def celery(url: str, processes: int = 2) -> Iterator[System]:
                 peer.encode.s(job), peer.denoise.s(), peer.decode.s().set(task_id=job)
             ).apply_async()
 
-    worker = ["celery", "-A", "benchmarks.peers.celery_chain", "worker", "-c", str(processes),
-              "-l", "ERROR", "--without-gossip", "--without-mingle", "--without-heartbeat"]  # fmt: skip
+    quiet = ["-l", "ERROR", "--without-gossip", "--without-mingle", "--without-heartbeat"]
+    app = ["celery", "-A", "benchmarks.peers.celery_chain", "worker", "-c", str(processes)]
+    worker = [*app, *quiet]
     with _children([worker], {"PEER_REDIS": url}):
         yield System("celery_chain", push, lambda job: f"celery-task-meta-{job}")
 

@@ -67,9 +67,15 @@ class DiffusersLoop:
 
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
+    import diffusers
     import torch
+    import transformers
     from diffusers import QwenImagePipeline
 
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     pipe = QwenImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

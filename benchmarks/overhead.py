@@ -70,7 +70,7 @@ def main() -> None:
     from services.pool.local import LocalPool
 
     loops = {threads: DiffusersLoop(str(BUNDLED_MODEL), threads) for threads in (1, 2)}
-    pairs = []
+    pairs: list[dict[str, Any]] = []
     identical = True
     with LocalPool(
         denoisers=options.denoisers, decoders=options.decoders, settings=Settings()

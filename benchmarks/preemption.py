@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +100,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
 
+    from benchmarks.servers import extra_worker
     from services.pool.local import LocalPool
 
     # The timed device: 100 ms a step at 256 px, a few at 64.
@@ -111,26 +111,17 @@ def main() -> None:
         LocalPool(denoisers=0, settings=Settings(noop=noop, chunk_ms=5_000)) as pool,
     ):
         stamps = Path(folder) / "stamps"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | {
-            f"SLACKWATER_{name.upper()}": str(value)
-            for name, value in pool.settings.model_dump().items()
-        }
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.preemption", "--worker", str(stamps)], env=env
-        )
-        client = pool.client()
-        try:
+        with (
+            extra_worker(pool, "benchmarks.preemption", "--worker", str(stamps)),
+            pool.client() as client,
+        ):
             ready = measure(client, options.n, rng)
-        finally:
-            worker.terminate()
-            worker.wait(30)
-            client.close()
         out = evaluate(stamps.read_text().splitlines(), ready)
     out = {"benchmark": "preemption", "device": "timed" if options.noop else "model", **out}
     print(
-        f"{out['n']} urgent jobs, step {out['step_ms_median']:.0f} ms: overhead p50 "
-        f"{out['overhead_ms_p50']:.1f}, p95 {out['overhead_ms_p95']:.1f}, max "
-        f"{out['overhead_ms_max']:.1f} ms; {out['missed_step']} became ready too late for their step"
+        f"{out['n']} urgent jobs, step {out['step_ms_median']:.0f} ms: overhead "
+        f"p50 {out['overhead_ms_p50']:.1f}, p95 {out['overhead_ms_p95']:.1f}, max "
+        f"{out['overhead_ms_max']:.1f} ms; {out['missed_step']} missed the end of their step"
     )
     if options.json:
         print(json.dumps(out))
@@ -153,8 +144,8 @@ def measure(client: Any, n: int, rng: random.Random) -> dict[str, float]:
         )
         urgent.wait()
         for event in urgent.events():
-            if event.type == "chunk" and event.fields.get("next") == "denoise":
-                ready[urgent.id] = event.at + offset
+            if event.type == "chunk" and event.next == "denoise":
+                ready[urgent.id] = event.at_s + offset
                 break
     if background is not None:
         background.cancel()
@@ -172,7 +163,7 @@ def evaluate(lines: list[str], ready: dict[str, float]) -> dict[str, Any]:
     events = [(kind, job, float(at)) for kind, job, at in (line.split() for line in lines)]
     begun = {job: at for kind, job, at in reversed(events) if kind == "first_forward"}
     ends = [at for kind, job, at in events if kind == "step_end" and not job.startswith("urgent")]
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False) if b - a < 1.0]
+    steps = [b - a for a, b in pairwise(ends) if b - a < 1.0]
     step_s = statistics.median(steps)
     overheads, missed = [], 0
     for job, at in ready.items():

@@ -1,17 +1,24 @@
-"""A Redis of a benchmark's own: on a free port, without persistence, gone afterwards."""
+"""Processes of a benchmark's own: a Redis on a free port, and workers beside those of a pool."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import redis
+
+if TYPE_CHECKING:
+    from services.pool.local import LocalPool
 
 
 def redis_binary() -> str:
@@ -49,3 +56,37 @@ def redis_server(*flags: str) -> Iterator[str]:
         finally:
             server.terminate()
             server.wait(10)
+
+
+def pool_env(pool: LocalPool) -> dict[str, str]:
+    """The environment in which a process of its own belongs to `pool`."""
+    settings = {
+        f"SLACKWATER_{name.upper()}": str(value)
+        for name, value in pool.settings.model_dump().items()
+    }
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **settings}
+
+
+@contextmanager
+def extra_worker(pool: LocalPool, *module: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One more worker of `pool`, with settings of its own; yields once it has registered."""
+    client = redis.Redis.from_url(pool.redis_url)
+    before = client.scard(pool.keys.workers)
+    worker = subprocess.Popen([sys.executable, "-m", *module], env={**pool_env(pool), **env})
+    try:
+        while client.scard(pool.keys.workers) == before and worker.poll() is None:
+            time.sleep(0.05)
+        yield worker
+    finally:
+        worker.terminate()
+        worker.wait(30)
+        client.close()
+
+
+def worker_counts(pool: LocalPool) -> list[dict[str, int]]:
+    """What each worker says it did with states (`counts` of its record)."""
+    client: Any = redis.Redis.from_url(pool.redis_url)
+    records = [client.hget(pool.keys.worker(name.decode()), "counts")
+               for name in client.smembers(pool.keys.workers)]  # fmt: skip
+    client.close()
+    return [json.loads(record) for record in records if record]

@@ -25,6 +25,11 @@ class JobStatus(StrEnum):
         return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
 
 
+def known_status(text: str) -> str:
+    """`text` as a JobStatus if it is one."""
+    return JobStatus(text) if text in set(JobStatus) else text
+
+
 class ErrorCode(StrEnum):
     """Why a job failed; docs/protocol.md has the table with remedies."""
 
@@ -32,6 +37,11 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     QUEUE_FULL = "queue_full"
     STAGE_ERROR = "stage_error"
+    NON_FINITE = "non_finite"
+    NOT_CAPTURABLE = "not_capturable"
+    OUT_OF_MEMORY = "out_of_memory"
+    STORAGE_FULL = "storage_full"
+    STATE_LOST = "state_lost"
     WORKER_LOST = "worker_lost"
     OUTPUT_LOST = "output_lost"
     DEADLINE_MISSED = "deadline_missed"
@@ -80,8 +90,9 @@ class JobSpec:
 
     @classmethod
     def from_wire(cls, data: bytes) -> JobSpec:
-        *head, notes = unpack(data)
-        return cls(*head, tuple(notes))
+        fields: list[Any] = unpack(data)
+        fields[-1] = tuple(fields[-1])  # notes
+        return cls(*fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,7 @@ class Result:
     """What `sw:result:{id}` holds, msgpack, written once."""
 
     id: str
-    status: JobStatus
+    status: str  # a JobStatus, or the word of a later version
     outputs: tuple[OutputFile, ...] = ()
     params: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
@@ -112,6 +123,13 @@ class Result:
     error: str = ""
     field: str = ""  # the parameter an invalid_request is about
     retry_after_s: float | None = None
+
+    def raise_for_status(self) -> Result:
+        """Itself if the job succeeded; else raises JobRefused, JobCanceled or JobFailed."""
+        from common.errors import raise_for
+
+        raise_for(self)
+        return self
 
     def to_wire(self) -> bytes:
         return pack(
@@ -146,7 +164,7 @@ class Result:
         wire = unpack(data)
         return cls(
             id=wire["id"],
-            status=JobStatus(wire["status"]),
+            status=known_status(wire["status"]),
             outputs=tuple(OutputFile(**o) for o in wire["outputs"]),
             params=wire["params"],
             seed=wire["seed"],

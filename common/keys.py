@@ -68,7 +68,7 @@ class Keys:
     # -- with a lease or a TTL ------------------------------------------------------------
 
     def launcher(self, host: str) -> str:
-        """hash: pid and what the launcher (`slackwater up`) of a host runs; expires with its lease."""
+        """hash: pid and counts of a host's launcher (`slackwater up`); expires with its lease."""
         return f"{self.prefix}launcher:{host}"
 
     @property
@@ -85,7 +85,7 @@ class Keys:
         return f"{self.prefix}tasks:{worker}"
 
     def task(self, seq: int) -> str:
-        """hash: the record of one dispatch; no TTL while queued or running."""
+        """hash: the record of one dispatch; with a TTL, since its job may end before it does."""
         return f"{self.prefix}task:{seq}"
 
     def job(self, job: str) -> str:

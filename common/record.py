@@ -13,7 +13,7 @@ from typing import Any
 from common.job import JobStatus
 
 # Events after which a job goes on. After any other one the record is asked.
-GOES_ON = frozenset({"queued", "running", "step", "chunk", "error", "worker_lost"})
+GOES_ON = frozenset({"queued", "running", "step", "chunk", "error", "returned", "worker_lost"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class JobEvent:
     """One thing that happened to a job: a new status, a step, the end of a chunk, an error.
 
     `type` is queued, running (a stage began), step, chunk (a task was reported; `next` is the
-    stage that follows), error, worker_lost (both are tried again) or one of the ends.
+    stage that follows), returned (handed back unrun), error, worker_lost (both are tried again)
+    or one of the ends.
     """
 
     type: str

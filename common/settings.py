@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from common.scripts import Ttls
+
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen-image"
 
 
@@ -70,13 +72,22 @@ class Settings(BaseSettings):
         64 * 2**20, ge=0, description="embeddings an encoder keeps for repeated prompts"
     )
 
+    states: str = Field(
+        "auto",
+        pattern="^(auto|redis)$",
+        description="where states are left: auto (the arena, Redis when it is full) or redis "
+        "(readable from every host)",
+    )
+
     # scheduling
     policy: str = Field("slack", description="slack or fcfs")
     chunk_ms: float = Field(600.0, gt=0, description="wanted length of a denoise chunk")
     lead_ms: float = Field(
         20.0, ge=0, description="a task is handed over this long before its rank is free"
     )
-    pack_ms: float = Field(5.0, ge=0, description="tasks shorter than this are handed over several at a time")
+    pack_ms: float = Field(
+        5.0, ge=0, description="tasks shorter than this are handed over several at a time"
+    )
     encode_ahead: int = Field(2, ge=1, description="jobs encoded ahead per denoise worker")
     slo_scale: float = Field(
         3.0, gt=0, description="default deadline: this × the job's standalone time"
@@ -106,6 +117,12 @@ class Settings(BaseSettings):
         if self.noop:
             return "noop"
         return Path(self.model).name if Path(self.model).exists() else self.model
+
+
+def ttls_of(settings: Settings) -> Ttls:
+    return Ttls(
+        result_s=settings.result_ttl_s, output_s=settings.output_ttl_s, job_s=settings.job_ttl_s
+    )
 
 
 def from_command_line(prog: str, args: list[str] | None = None) -> Settings:

@@ -1,0 +1,70 @@
+"""Active jobs in queue order, and with --workers who works on them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from services.cli import terminal
+from services.cli.terminal import Exit, print_json, seconds
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="also jobs that have ended")
+    parser.add_argument("--workers", action="store_true", help="show the workers instead")
+    terminal.add_json(parser)
+    terminal.add_connection(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with terminal.client_of(args) as client:
+        if args.workers:
+            workers = client.workers()
+            if args.json:
+                print_json([worker.to_json() for worker in workers])
+                return Exit.OK
+            _table(
+                ("worker", "stage", "model", "host", "device", "pid", ""),
+                [
+                    (w.name, w.stage, " ".join(w.models), w.host, w.device, str(w.pid),
+                     "draining" if w.draining else "")
+                    for w in workers
+                ],
+                "no workers",
+            )  # fmt: skip
+            return Exit.OK
+        records = client.ps(ended=args.all)
+        if args.json:
+            print_json([record.to_json() for record in records])
+            return Exit.OK
+        now = time.time()
+        rows = [
+            (
+                r.id,
+                r.status if r.is_terminal or r.status == "queued" else r.stage or r.status,
+                f"{r.step}/{r.steps}" if r.steps else "",
+                "" if r.queue_position is None else str(r.queue_position),
+                seconds(r.slack_s),
+                seconds(max(0.0, now - r.created_s)) if r.created_s else "",
+                f"{r.width}x{r.height}" if r.width else "",
+                r.error or r.prompt[:60],
+            )
+            for r in records
+        ]
+        head = ("job", "status", "steps", "ahead", "slack", "age", "size", "prompt")
+        _table(head, rows, "no jobs" if args.all else "no active jobs")
+        if records and not client.workers():
+            print("no workers are there: the jobs wait")
+    return Exit.OK
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], nothing: str) -> None:
+    """Columns as wide as they need: it is read by people and by grep, so nothing is cut."""
+    if not rows:
+        print(nothing)
+        return
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,101 @@
+"""Push a job: slackwater submit "a red circle" --width 128 --wait --save out
+
+Every parameter of the model, and slo_ms, priority, …, goes as --name value or -p name=value.
+Prints the job's id; with --wait how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from services.cli import terminal
+from services.cli.terminal import Exit, exit_of, fail, print_json, result_json
+
+# Flags of this command itself, and whether a value follows; all others are parameters.
+OWN = {
+    "--id": True, "--wait": False, "--save": True, "--timeout": True, "--json": False,
+    "--redis": True, "--prefix": True, "--help": False, "--param": True,
+}  # fmt: skip
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "slackwater submit PROMPT [--NAME VALUE …] [-p NAME=VALUE …] [--id ID] [--wait] "
+        "[--timeout S] [--save DIR] [--json] [--redis URL] [--prefix PREFIX]"
+    )
+    parser.add_argument("prompt", metavar="PROMPT")
+    parser.add_argument(
+        "-p", "--param", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter of the job; --NAME VALUE says the same",
+    )  # fmt: skip
+    parser.add_argument("--id", help="id of your own; same id and content is the same job")
+    parser.add_argument("--wait", action="store_true", help="wait until the job has ended")
+    parser.add_argument("--timeout", type=float, metavar="S", help="wait up to S seconds")
+    parser.add_argument("--save", metavar="DIR", help="wait, and write the pictures to DIR")
+    terminal.add_json(parser)
+    terminal.add_connection(parser)
+
+
+def prepare(words: list[str]) -> list[str]:
+    """Turn --NAME VALUE of parameters into -p NAME=VALUE, which argparse can tell apart."""
+    out: list[str] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word == "--":
+            return [*out, word, *words[at:]]
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            out.append(word)
+            if word == "-p" and at < len(words):
+                out.append(words[at])
+                at += 1
+        elif name in OWN:
+            out.append(word)
+            if OWN[name] and not equals and at < len(words):
+                out.append(words[at])
+                at += 1
+        else:
+            if not equals:
+                if at == len(words) or words[at].startswith("--"):
+                    fail(f"{name} needs a value, such as {name} 1 or {name} true")
+                    raise SystemExit(Exit.USAGE)
+                value = words[at]
+                at += 1
+            out += ["-p", f"{name[2:].replace('-', '_')}={value}"]
+    return out
+
+
+def run(args: argparse.Namespace) -> int:
+    fields = {"prompt": args.prompt}
+    for param in args.param:
+        name, equals, value = param.partition("=")
+        if not equals or not name:
+            fail(f"-p {param}: must be NAME=VALUE")
+            return Exit.USAGE
+        if name in fields:
+            fail(f"{name} is given twice")
+            return Exit.USAGE
+        if name == "id":
+            fail("give the id with --id")
+            return Exit.USAGE
+        fields[name] = value
+    with terminal.client_of(args) as client:
+        job = client.submit_text(fields, id=args.id)
+        if not (args.wait or args.save or args.timeout is not None):
+            print_json({"id": job.id, "entry": job.ticket.entry}) if args.json else print(job.id)
+            return Exit.OK
+        if sys.stdout.isatty() and not args.json:
+            from services.cli.watch import follow
+
+            [result] = follow(client, [job], args.timeout, as_json=False)
+        else:
+            result = job.wait(args.timeout)
+        saved = job.save(args.save) if args.save and result.status == "succeeded" else []
+    if args.json:
+        print_json({**result_json(result), "saved": saved})
+    else:
+        print("\n".join([*terminal.summary(result), *(f"  {path}" for path in saved)]))
+    return exit_of(result)

@@ -1,0 +1,355 @@
+"""The thread that keeps one host's share of a pool running, in the numbers that are wanted.
+
+It starts every child itself (see Child on why), looks at them several times a second and at
+Redis twice a second: the wanted numbers stand in the hash `sw:pool`, so `slackwater scale` needs
+no connection to the launcher. It never talks to the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
+
+from common.keys import Keys
+from common.stage import STAGES
+from services.pool.child import Child
+from services.pool.redis_server import FLOOR, parse_version
+
+log = logging.getLogger("slackwater.pool")
+
+COORDINATOR, REDIS = "coordinator", "redis"
+DOWN = "down"  # the field "{host}/down" asks the launcher to stop
+LEASE_MS = 5000
+LOOK_S = 0.5
+LOOK_UNSETTLED_S = 0.05
+REDIS_START_S = 30.0
+MOST_WORKERS = 256  # of one stage on one host; a mistyped number must not take the machine down
+
+# Makes the child for a role and an index, not yet started.
+MakeChild = Callable[[str, int], Child]
+
+
+class PoolError(RuntimeError):
+    """The pool could not be started or brought to what was asked; the message says why."""
+
+
+def connect(url: str) -> redis.Redis:
+    """Fails within 2 s where Redis hangs: this thread has processes to watch."""
+    return redis.Redis.from_url(
+        url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0), protocol=2
+    )
+
+
+class Supervisor(threading.Thread):
+    """Owns the children from `start()` to the end of `run`; other threads only ask."""
+
+    def __init__(
+        self,
+        make: MakeChild,
+        redis_url: str,
+        keys: Keys,
+        host: str,
+        counts: dict[str, int],
+        stop_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self.make, self.url, self.keys, self.host = make, redis_url, keys, host
+        self.wanted = dict(counts)
+        self.stop_s, self.say = stop_s, say
+        self.children: list[Child] = []
+        self.settled = threading.Event()
+        self.over = threading.Event()
+        self.down_asked = threading.Event()
+        self.failure: BaseException | None = None
+        self._redis = connect(redis_url)
+        self._token = secrets.token_hex(8)
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._was_up = False
+        self._lock = threading.Lock()
+        self._look_at = 0.0
+        self._wishes = self._wishes_read = 0
+
+    # -- asked by other threads ----------------------------------------------------------
+
+    def want(self, stage: str, count: int) -> None:
+        """Write the wanted number where this thread, and everyone else, reads it."""
+        try:
+            self._redis.hset(self.keys.pool, f"{self.host}/{stage}", count)
+        except (RedisError, OSError) as error:
+            raise PoolError(f"the number was not changed, Redis is away: {error}") from error
+        with self._lock:
+            self._wishes += 1  # not settled before this thread has read them again
+            self.settled.clear()
+        self._look_at = 0.0
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+
+    def of(self, role: str) -> list[Child]:
+        """Children of a role, oldest first, without those that are on their way out."""
+        with self._lock:
+            return [c for c in self.children if c.role == role and not c.leaving]
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            self._bring_up()
+            while not self._stopping.is_set():
+                self._tend()
+                self._wake.wait(LOOK_UNSETTLED_S if not self.settled.is_set() else LOOK_S / 2)
+                self._wake.clear()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            try:
+                self._bring_down()
+            finally:
+                self.over.set()
+                self.settled.set()  # whoever waits sees `failure`
+
+    def _bring_up(self) -> None:
+        if self.wanted.get(REDIS):
+            self._add(REDIS)
+        self._await_redis()
+        self._claim_host()
+        for role, count in self.wanted.items():
+            for _ in range(count if role != REDIS else 0):
+                self._add(role)
+
+    def _await_redis(self) -> None:
+        deadline = time.monotonic() + REDIS_START_S
+        while not self._stopping.is_set():
+            for child in self.children:
+                self._check_first_days(child)
+            try:
+                self._redis.ping()  # unlike INFO, refused while it reads its data from disk
+                info: dict[str, Any] = self._redis.info("server")  # type: ignore[assignment]
+            except (RedisError, OSError) as error:
+                loading = isinstance(error, BusyLoadingError)
+                if time.monotonic() > deadline and not loading:
+                    raise PoolError(f"Redis at {self.url} does not answer: {error}") from error
+                time.sleep(0.02)
+                continue
+            if parse_version(str(info["redis_version"])) < FLOOR:
+                raise PoolError(
+                    f"Redis at {self.url} is version {info['redis_version']}; "
+                    f"{'.'.join(map(str, FLOOR))} or later is needed"
+                )
+            return
+
+    def _claim_host(self) -> None:
+        """Two launchers with one host name would fight over the wanted numbers."""
+        raw: dict[bytes, bytes] = self._redis.hgetall(self.keys.launcher(self.host))  # type: ignore[assignment]
+        other = {k.decode(): v.decode() for k, v in raw.items()}
+        if other and other.get("token") != self._token and _lives(other):
+            raise PoolError(
+                f"`slackwater up` runs on {self.host} already (pid {other.get('pid')}); change its "
+                "numbers with `slackwater scale`, or give this one a name with --host"
+            )
+        self._beat()
+        fields = {f"{self.host}/{s}": self.wanted.get(s, 0) for s in STAGES}
+        self._redis.hset(self.keys.pool, mapping=fields)  # type: ignore[arg-type]
+        self._redis.hdel(self.keys.pool, f"{self.host}/{DOWN}")
+
+    def _beat(self) -> None:
+        record = {
+            "pid": os.getpid(),
+            "token": self._token,
+            "node": socket.gethostname(),
+            **{s: len(self.of(s)) for s in STAGES},
+        }
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hset(self.keys.launcher(self.host), mapping=record)  # type: ignore[arg-type]
+        pipe.pexpire(self.keys.launcher(self.host), LEASE_MS)
+        pipe.execute()
+
+    # -- tending -------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        now = time.monotonic()
+        for child in list(self.children):
+            self._check_first_days(child)
+            how = child.died()
+            if how:
+                self._note_end(child, how)
+            elif child.process is None and not child.leaving and now >= child.restart_at:
+                child.start()
+        if now >= self._look_at:
+            self._look_at = now + (LOOK_S if self.settled.is_set() else LOOK_UNSETTLED_S)
+            try:
+                self._beat()
+                self._read_wanted()
+                if not all(child.ready for child in self.children):
+                    self._read_ready()
+            except (RedisError, OSError) as error:
+                log.debug("Redis is away: %s", error)
+        for stage in STAGES:
+            self._match(stage)
+        self._note_settled()
+
+    def _check_first_days(self, child: Child) -> None:
+        """A child that never became ready, at the start, would not next time either."""
+        how = child.died()
+        if how and not self._was_up and not child.leaving:
+            raise PoolError(
+                f"{child.name} {how} before it was ready. Its log ({child.log}) ends:\n"
+                f"{child.last_words() or '(empty)'}"
+            )
+
+    def _note_end(self, child: Child, how: str) -> None:
+        if child.leaving:
+            with self._lock:
+                self.children.remove(child)
+            return
+        pid = child.pid
+        child.bury()
+        if child.role in STAGES:
+            self._end_lease(pid)
+        self.settled.clear()
+        if not child.said:
+            child.said = True
+            self.say(f"{child.name} (pid {pid}) {how}; starting it again, log: {child.log}")
+
+    def _end_lease(self, pid: int) -> None:
+        """A worker that is known to be dead need not be waited for until its lease runs out."""
+        try:
+            for name in self._names():
+                key = self.keys.worker(name)
+                if self._redis.hmget(key, "host", "pid") == [self.host.encode(), b"%d" % pid]:
+                    self._redis.delete(key)
+        except (RedisError, OSError) as error:
+            log.debug("Redis is away: %s", error)
+
+    def _read_wanted(self) -> None:
+        wishes = self._wishes
+        fields = [f"{self.host}/{name}" for name in (*STAGES, DOWN)]
+        values: list[bytes | None] = self._redis.hmget(self.keys.pool, fields)  # type: ignore[assignment]
+        for stage, value in zip(STAGES, values[:-1], strict=True):
+            if value is not None and value.isdigit():
+                self.wanted[stage] = min(MOST_WORKERS, int(value))
+        self._wishes_read = wishes
+        if values[-1] is not None:
+            self.down_asked.set()
+
+    def _read_ready(self) -> None:
+        """A worker is ready once it has registered, a coordinator once one leads."""
+        names = self._names()
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.exists(self.keys.leader)
+        for name in names:
+            pipe.hmget(self.keys.worker(name), "host", "pid")
+        leading, *found = pipe.execute()
+        pids = {int(pid) for host, pid in found if host and host.decode() == self.host and pid}
+        for child in self.children:
+            if child.role == REDIS:
+                child.ready = child.process is not None
+            elif child.role == COORDINATOR:
+                child.ready = bool(leading) and child.process is not None
+            else:
+                child.ready = child.pid in pids
+            if child.ready:
+                child.said = False
+
+    def _names(self) -> list[str]:
+        members: set[bytes] = self._redis.smembers(self.keys.workers)  # type: ignore[assignment]
+        return sorted(name.decode() for name in members)
+
+    def _match(self, stage: str) -> None:
+        """As many children of `stage` as wanted; the youngest leaves first."""
+        here, wanted = self.of(stage), self.wanted[stage]
+        if len(here) != wanted:
+            self.settled.clear()
+            if self._was_up:
+                self.say(f"{stage} workers: {len(here)} → {wanted}")
+        for _ in range(wanted - len(here)):
+            self._add(stage)
+        for child in here[wanted:]:
+            child.ask_to_stop()
+
+    def _add(self, role: str) -> None:
+        used = {child.name for child in self.children}
+        child = next(c for i in range(1, 10_000) if (c := self.make(role, i)).name not in used)
+        child.start()
+        with self._lock:
+            self.children.append(child)
+
+    def _note_settled(self) -> None:
+        if self.settled.is_set() or not all(c.ready and not c.leaving for c in self.children):
+            return
+        with self._lock:
+            if self._wishes_read == self._wishes:
+                self._was_up = True
+                self.settled.set()
+
+    # -- the end -------------------------------------------------------------------------
+
+    def _bring_down(self) -> None:
+        """Workers drain first, then the coordinator, then Redis: each still needs the next."""
+        until = time.monotonic() + self.stop_s
+        for roles in (set(STAGES), {COORDINATOR}):
+            leaving = [child for child in self.children if child.role in roles]
+            for child in leaving:
+                child.ask_to_stop()
+            for child in leaving:
+                patience = until if self._answers() else min(until, time.monotonic() + 1.0)
+                if not child.wait(patience):
+                    self.say(f"{child.name} did not stop in time and was killed")
+        try:
+            names = [f"{self.host}/{name}" for name in (*STAGES, DOWN)]
+            self._redis.hdel(self.keys.pool, *names)
+            if self._redis.hget(self.keys.launcher(self.host), "token") == self._token.encode():
+                self._redis.delete(self.keys.launcher(self.host))
+            self._redis.close()
+        except (RedisError, OSError):
+            pass  # its lease runs out
+        for child in self.children:
+            if child.role == REDIS:
+                child.ask_to_stop()
+                child.wait(time.monotonic() + 20.0)
+
+    def _answers(self) -> bool:
+        """Whether Redis is there: a worker drains by telling it, and waits while it is not."""
+        try:
+            return bool(self._redis.ping())
+        except (RedisError, OSError):
+            return False
+
+
+def _lives(record: dict[str, str]) -> bool:
+    """Whether the process of a launcher's record is there, as far as that can be told here."""
+    if record.get("node") != socket.gethostname():
+        return True
+    try:
+        os.kill(int(record.get("pid", "0")), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def orphan_signal(role: str) -> int:
+    """What the kernel sends when the launcher was killed: Redis may still write its log out."""
+    return signal.SIGTERM if role == REDIS else signal.SIGKILL
+
+
+def log_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"

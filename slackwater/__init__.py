@@ -1,0 +1,42 @@
+"""What users import: `from slackwater import Client`. No logic here."""
+
+from common.aclient import AsyncClient, AsyncJobHandle
+from common.client import Client, JobHandle
+from common.errors import (
+    JobCanceled,
+    JobError,
+    JobFailed,
+    JobRefused,
+    RedisAway,
+    ResultExpired,
+    SlackwaterError,
+    UnknownJob,
+    WaitTimeout,
+)
+from common.job import ErrorCode, JobStatus, OutputFile, Result
+from common.params import InvalidRequest
+from common.record import JobEvent, JobRecord, WorkerRecord
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Client",
+    "ErrorCode",
+    "InvalidRequest",
+    "JobCanceled",
+    "JobError",
+    "JobEvent",
+    "JobFailed",
+    "JobHandle",
+    "JobRecord",
+    "JobRefused",
+    "JobStatus",
+    "OutputFile",
+    "RedisAway",
+    "Result",
+    "ResultExpired",
+    "SlackwaterError",
+    "UnknownJob",
+    "WaitTimeout",
+    "WorkerRecord",
+]

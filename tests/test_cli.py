@@ -1,0 +1,208 @@
+"""The `slackwater` command: what it prints, and the exit codes that scripts go by."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from common.settings import Settings
+from services.cli.main import main
+from services.cli.submit import prepare
+from services.cli.terminal import Exit, seconds
+from services.pool.local import LocalPool
+
+LONG = "1000"
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    with LocalPool(
+        denoisers=2, settings=Settings(noop="encode_ms=1,step_ms=5,decode_ms=1")
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def sw(pool: LocalPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command on the pool."""
+    monkeypatch.setenv("SLACKWATER_REDIS_URL", pool.redis_url)
+
+    def run(*words: str) -> Said:
+        code = main(list(words))
+        said = capsys.readouterr()
+        return Said(code, said.out, said.err)
+
+    return run
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from services.cli.main import main; main(['--help']);"
+        "heavy = {'torch', 'redis', 'pydantic', 'rich', 'diffusers'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("submit", "watch", "result", "cancel", "ps", "up", "scale", "down"):
+        assert f"  {name}" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["submit", "watch", "result", "cancel", "ps", "up", "scale"])
+def test_each_command_explains_itself(sw: Run, name: str) -> None:
+    said = sw(name, "--help")
+    assert said.code == Exit.OK
+    assert f"usage: slackwater {name}" in said.out
+
+
+def test_a_mistyped_command_gets_a_hint(sw: Run) -> None:
+    said = sw("sumbit", "x")
+    assert said.code == Exit.USAGE
+    assert "did you mean submit?" in said.err
+    assert sw().code == Exit.USAGE
+
+
+def test_submit_prints_the_id_and_result_the_end(sw: Run, tmp_path: Path) -> None:
+    said = sw("submit", "a red circle", "--num-inference-steps", "3", "--width=64", "-p", "seed=9",
+              "--slo-ms", "60000")  # fmt: skip
+    assert said.code == Exit.OK
+    job = said.out.strip()
+    said = sw("watch", job, "--timeout", "30")
+    assert (said.code, f"{job} succeeded" in said.out) == (Exit.OK, True)
+    said = sw("result", job, "--save", str(tmp_path))
+    assert said.code == Exit.OK
+    for text in (f"{job} succeeded", "seed 9", "width=64", "on time", f"{job}.json"):
+        assert text in said.out
+    assert (tmp_path / f"{job}.json").exists()
+
+
+def test_submit_can_wait_save_and_speak_json(sw: Run, tmp_path: Path) -> None:
+    said = sw("submit", "x", "--save", str(tmp_path), "--json", "--id", "cli-json")
+    assert said.code == Exit.OK
+    assert said.json["status"] == "succeeded"
+    assert said.json["saved"] == [str(tmp_path / "cli-json.json")]
+    said = sw("result", "cli-json", "--json")
+    assert said.json["id"] == "cli-json"
+    pushed = sw("submit", "x", "--json").json
+    assert set(pushed) == {"id", "entry"}
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("--width", "33"), "width: 33 is not a multiple of 16; 32 and 48 are"),
+        (("--wdth", "32"), "did you mean width?"),
+        (("--seed", "-1"), "seed: -1 is too small"),
+        (("--id", "cli-taken"), "use another id"),
+    ],
+)
+def test_a_refused_job_exits_with_3_and_says_the_remedy(
+    sw: Run, words: tuple[str, ...], remedy: str
+) -> None:
+    sw("submit", "the first of this id", "--id", "cli-taken", "--wait")
+    said = sw("submit", "x", *words, "--wait")
+    assert said.code == Exit.REFUSED
+    assert remedy in said.out
+
+
+def test_wrong_usage_exits_with_2(sw: Run) -> None:
+    assert sw("submit").code == Exit.USAGE
+    assert "--width needs a value" in sw("submit", "x", "--width", "--wait").err
+    assert "NAME=VALUE" in sw("submit", "x", "-p", "width").err
+    assert "given twice" in sw("submit", "x", "--width", "16", "-p", "width=32").err
+    assert sw("scale", "paint", "2").code == Exit.USAGE
+    assert sw("scale", "denoise", "-2").code == Exit.USAGE
+
+
+def test_a_job_that_goes_on_exits_with_4_until_it_is_canceled(sw: Run) -> None:
+    said = sw("submit", "long", "--steps", LONG, "--timeout", "0.2")
+    assert (said.code, "goes on" in said.err) == (Exit.NOT_YET, True)
+    job = sw("submit", "long", "--steps", LONG).out.strip()
+    said = sw("result", job)
+    assert (said.code, f"job {job} has not ended" in said.err) == (Exit.NOT_YET, True)
+    active = {record["id"]: record for record in sw("ps", "--json").json}
+    assert not active[job]["is_terminal"]
+    assert job in sw("ps").out
+    said = sw("cancel", *active)
+    assert said.code == Exit.OK
+    assert f"{job} canceled" in said.out
+    assert sw("watch", job).code == Exit.FAILED
+    assert job in sw("ps", "--all").out
+    assert "no active jobs" in sw("ps").out
+
+
+def test_watch_json_is_one_record_a_line(sw: Run) -> None:
+    jobs = [sw("submit", f"w{i}", "--steps", "60").out.strip() for i in range(2)]
+    said = sw("watch", *jobs, "--json")
+    lines = [json.loads(line) for line in said.out.splitlines()]
+    assert {line["id"] for line in lines} == set(jobs)
+    assert [line["status"] for line in lines[-2:]] == ["succeeded", "succeeded"]
+
+
+def test_unknown_jobs_exit_with_6(sw: Run) -> None:
+    for words in (("result", "nobody"), ("watch", "nobody"), ("cancel", "nobody")):
+        said = sw(*words)
+        assert (said.code, "no job 'nobody' is known" in said.err) == (Exit.UNKNOWN, True)
+
+
+def test_no_redis_exits_with_5(sw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.terminal.PATIENCE_S", 0.1)
+    said = sw("ps", "--redis", "redis://127.0.0.1:1/0")
+    assert said.code == Exit.NO_REDIS
+    assert "Redis is away" in said.err
+    assert sw("ps", "--redis", "nonsense://x").code == Exit.USAGE
+
+
+def test_workers_are_listed_and_scaled_while_the_pool_runs(sw: Run, pool: LocalPool) -> None:
+    assert len(sw("ps", "--workers", "--json").json) == 4
+    assert "denoise" in sw("ps", "--workers").out
+    said = sw("scale", "denoise", "3")
+    assert (said.code, "2 → 3" in said.out) == (Exit.OK, True)
+    assert len(pool.workers("denoise")) == 3
+    assert sw("scale", "denoise", "2", "--json").json["workers"] == 2
+    said = sw("scale", "denoise", "2", "--host", "elsewhere")
+    assert (said.code, "no `slackwater up` runs on elsewhere" in said.err) == (Exit.UNKNOWN, True)
+    said = sw("scale", "denoise", "2", "--prefix", "other:")
+    assert (said.code, "with the prefix other:" in said.err) == (Exit.UNKNOWN, True)
+
+
+def test_parameters_may_stand_anywhere_and_begin_with_a_minus() -> None:
+    assert prepare(["--width", "64", "a b", "--n=2", "--wait"]) == [
+        "-p", "width=64", "a b", "-p", "n=2", "--wait",
+    ]  # fmt: skip
+    assert prepare(["--id", "x", "--seed", "-1"]) == ["--id", "x", "-p", "seed=-1"]
+    assert prepare(["--", "--a-prompt"]) == ["--", "--a-prompt"]
+    assert prepare(["--num-inference-steps", "2"]) == ["-p", "num_inference_steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (1.84, "1.8 s"),
+        (-3.2, "−3.2 s"),
+        (-0.01, "0.0 s"),
+        (125.0, "2 min 5 s"),
+        (7200.0, "2.0 h"),
+    ],
+)
+def test_times_are_written_for_people(value: float | None, text: str) -> None:
+    assert seconds(value) == text
