@@ -65,33 +65,35 @@ class DenoiseStage:
         return manifest.build(self.model, self._limits)
 
     def stage_in(self, task: Task) -> dict[str, Any]:
-        """By job, the parts its row needs, or the exception that reading them raised.
+        """By job, its row opened (read back, or prepared from its embeddings), or the exception
+        that this raised.
 
-        Rows whose job is live on this worker need nothing.
+        Rows whose job is live on this worker need nothing. All of it happens beside the running
+        chunk: a new job's timesteps and noise take as long as a small step.
         """
         staged: dict[str, Any] = {}
         for row in task.rows:
             if self._is_live(row):
                 continue
             try:
-                staged[row.job] = self._read(row)
+                staged[row.job] = self._open_from(row, self._read(row))
             except Exception as error:
                 staged[row.job] = error  # belongs to the row, not to its neighbours
         return staged
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
         """Exact rows one after another; of the others, those that fit in one forward together."""
-        parts = staged or {}
+        staged = staged or {}
         opened: dict[str, Opened] = {}
         outcomes: dict[str, Outcome] = {}
         together = [row for row in task.rows if not row.exact]
         if self.model.quirks.batches and together:
-            opened = self._open_all(together, parts)
+            opened = self._open_all(together, staged)
             outcomes = self._together(task, together, opened, control)
         for row in task.rows:
             if row.job not in outcomes:
                 work = partial(
-                    self._alone, task, row, parts.get(row.job), opened.get(row.job), control
+                    self._alone, task, row, staged.get(row.job), opened.get(row.job), control
                 )
                 outcomes[row.job] = guarded(row, work)
         return [outcomes[row.job] for row in task.rows]
@@ -111,12 +113,12 @@ class DenoiseStage:
 
     # -- several rows in one forward -----------------------------------------------------------
 
-    def _open_all(self, rows: list[Row], parts: dict[str, Any]) -> dict[str, Opened]:
+    def _open_all(self, rows: list[Row], staged: dict[str, Any]) -> dict[str, Opened]:
         """What could be opened; a row that could not runs alone and says why."""
         opened = {}
         for row in rows:
             with contextlib.suppress(Exception):
-                opened[row.job] = self._open(row, parts.get(row.job))
+                opened[row.job] = self._open(row, staged.get(row.job))
         return opened
 
     def _together(
@@ -159,9 +161,9 @@ class DenoiseStage:
     # -- one row -----------------------------------------------------------------------------
 
     def _alone(
-        self, task: Task, row: Row, parts: Any, opened: Opened | None, control: Control
+        self, task: Task, row: Row, staged: Any, opened: Opened | None, control: Control
     ) -> Outcome:
-        job, prepared = opened or self._open(row, parts)
+        job, prepared = opened or self._open(row, staged)
         done = chunk.run(
             job.pipe,
             self.model.split,
@@ -176,30 +178,32 @@ class DenoiseStage:
         )
         return self._finish(task, row, job, prepared, done)
 
-    def _open(self, row: Row, parts: Any) -> Opened:
+    def _open(self, row: Row, staged: Any) -> Opened:
         """The job, live, and its prepared part if this is its first chunk."""
-        if isinstance(parts, Exception):
-            raise parts
-        if not self.model.verdict.ok:
-            raise NotCapturable(f"{self.model.verdict.scheduler}: {self.model.verdict.reason}")
+        if isinstance(staged, Exception):
+            raise staged
         job, prepared = self._take_live(row), None
         if job is not None:
             self._resumed["resumed_device"] += 1
         else:
-            parts = parts if parts is not None else self._read(row)
-            if state.LATENTS in row.handles:
-                job = live.resume(self.model, row.params, parts)
-                self._resumed["resumed_read"] += 1
-            else:
-                embeds = parts[state.EMBEDS]
-                job = live.prepare(self.model, row.params, embeds)
-                prepared = state.capture_prepared(self.model.split, job.state, job.marks, embeds)
+            job, prepared = staged or self._open_from(row, self._read(row))
         at = job.step_at(job.iteration)
         if at != row.start:
             raise StateLost(f"the task starts at step {row.start}, the state stands at {at}")
         if job.iteration >= job.iterations:
             raise BadInput(f"all {job.steps} steps of this job are done")
         return job, prepared
+
+    def _open_from(self, row: Row, parts: dict[str, Any]) -> Opened:
+        if not self.model.verdict.ok:
+            raise NotCapturable(f"{self.model.verdict.scheduler}: {self.model.verdict.reason}")
+        if state.LATENTS in row.handles:
+            job = live.resume(self.model, row.params, parts)
+            self._resumed["resumed_read"] += 1
+            return job, None
+        embeds = parts[state.EMBEDS]
+        job = live.prepare(self.model, row.params, embeds)
+        return job, state.capture_prepared(self.model.split, job.state, job.marks, embeds)
 
     def _finish(
         self, task: Task, row: Row, job: LiveJob, prepared: dict[str, Any] | None, done: Chunk
