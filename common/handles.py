@@ -129,15 +129,18 @@ class HandleStore:
         piece_bytes: int = PIECE_BYTES,
         spill_ttl_s: float | None = TTL_S,
         inline_bytes: int = 0,
+        prefer: str = "auto",
     ) -> None:
         """`redis` is a sync redis-py client without decode_responses.
 
         `inline_bytes` lets `put(where="auto")` carry states up to that size in the handle; off
-        by default, since a batch's handles together must fit the task message.
+        by default, since a batch's handles together must fit the task message. `prefer` is what
+        "auto" means here: "redis" leaves states where any host can read them.
         """
         self.host, self.arena = host, arena
         self._spill = Spill(redis, prefix, piece_bytes, spill_ttl_s) if redis is not None else None
         self._inline_bytes = min(inline_bytes, INLINE_LIMIT_BYTES)
+        self._prefer = prefer
         self._buffers = WarmBuffers()
         self.counts = {"arena": 0, "redis": 0, "inline": 0, "spilled": 0}
 
@@ -161,6 +164,8 @@ class HandleStore:
             checksum = assemble(chunks, memoryview(data))
             self.counts["inline"] += 1
             return replace(blank, where="inline", xxh3=checksum, location={"data": bytes(data)})
+        if where == "auto":
+            where = self._prefer
         if where != "redis" and self.arena is not None:
             extent = self.arena.alloc(nbytes, owner_name(job))
             if extent is not None:

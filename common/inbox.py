@@ -14,7 +14,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from common.handles import HandleError
-from common.messages import MessageError, TaskRow, unpack_task
+from common.messages import TaskRow, unpack_task
 from common.scripts import text
 from common.stage import Task
 
@@ -83,50 +83,46 @@ class Inbox(threading.Thread):
         while not self._stopping.is_set():
             try:
                 redis = redis or self._connect()
-                reply = redis.execute_command(
-                    "XREAD",
-                    "COUNT",
-                    16,
-                    "BLOCK",
-                    self._block_ms,
-                    "STREAMS",
-                    self._stream,
-                    self._last,
-                )
+                self.read(redis)
                 outage.over()
-                if reply:
-                    entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
-                    self._take(redis, entries)
             except (RedisError, OSError) as error:
                 redis = None
                 outage.failed(error, self._stopping)
+
+    def read(self, redis: Any) -> None:
+        """Wait for news once, and act on them."""
+        reply = redis.execute_command(
+            "XREAD", "COUNT", 16, "BLOCK", self._block_ms, "STREAMS", self._stream, self._last
+        )
+        if reply:
+            entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+            self._take(redis, entries)
 
     def _take(self, redis: Any, entries: list[Any]) -> None:
         done = []
         for entry, fields in entries:
             if not isinstance(fields, dict):
                 fields = dict(zip(fields[::2], fields[1::2], strict=True))
-            kind = fields.get(b"kind")
-            if kind == b"task":
-                if not self._accept(text(entry), fields[b"body"]):
+            try:
+                if not self._act(text(entry), fields):
                     done.append(entry)
-            else:
+            except (KeyError, ValueError, HandleError) as error:
+                log.error("dropped entry %s, which cannot be read: %s", text(entry), error)
                 done.append(entry)
-                if kind == b"yield":
-                    self.yields.add(int(fields[b"seq"]))
-                elif kind == b"free":
-                    self._free(fields[b"body"])
             self._last = text(entry)
         if done:
             redis.execute_command("XDEL", self._stream, *done)
 
-    def _accept(self, entry: str, body: bytes) -> bool:
-        try:
-            task, raw = unpack_task(body)
-        except (MessageError, HandleError) as error:
-            log.error("dropped a task that cannot be read: %s", error)
+    def _act(self, entry: str, fields: dict[bytes, bytes]) -> bool:
+        """Take in one entry; True if it has to stay in the stream until its task is started."""
+        kind = fields[b"kind"]
+        if kind == b"yield":
+            self.yields.add(int(fields[b"seq"]))
+        elif kind == b"free":
+            self._free(fields[b"body"])
+        if kind != b"task":
             return False
-        pending = Pending(entry, task, raw)
+        pending = Pending(entry, *unpack_task(fields[b"body"]))
         pending.staged = self._stage_in(pending)
         with self._news:
             self._tasks.append(pending)

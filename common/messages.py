@@ -74,26 +74,32 @@ def _task_body(
 
 
 def unpack_task(data: bytes) -> tuple[Task, list[TaskRow]]:
-    """The task, and its rows as they came (those with empty `params` need a look-up)."""
+    """The task, and its rows as they came (those with empty `params` need a look-up).
+
+    Raises MessageError or HandleError for anything that is not a task of this version.
+    """
     try:
-        version, seq, stage, model, members, wire = unpack(data)
-    except (TypeError, ValueError) as error:
-        raise MessageError(f"not a task message: {error}") from error
-    if version != VERSION:
-        raise MessageError(f"task message of version {version}; this worker speaks {VERSION}")
-    raw = [TaskRow(*row) for row in wire]
-    rows = tuple(
-        Row(
-            job=r.job,
-            params=unpack(r.params) if r.params else {},
-            handles=unpack_handles(r.handles),
-            start=r.start,
-            stop=r.stop,
-            exact=r.exact,
+        version, *rest = unpack(data)
+        if version != VERSION:
+            raise MessageError(f"task message of version {version}; this worker speaks {VERSION}")
+        seq, stage, model, members, wire = rest
+        raw = [TaskRow(*row) for row in wire]
+        rows = tuple(
+            Row(
+                job=r.job,
+                params=unpack(r.params) if r.params else {},
+                handles=unpack_handles(r.handles),
+                start=r.start,
+                stop=r.stop,
+                exact=r.exact,
+            )
+            for r in raw
         )
-        for r in raw
-    )
-    return Task(seq=seq, stage=stage, model=model, rows=rows, members=tuple(members)), raw
+        return Task(seq=seq, stage=stage, model=model, rows=rows, members=tuple(members)), raw
+    except MessageError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise MessageError(f"not a task message: {error}") from error
 
 
 def pack_handles(handles: dict[str, Handle]) -> bytes:
@@ -128,7 +134,8 @@ class Report:
     stage: str
     rows: tuple[ReportRow, ...]
     seconds: float = 0.0
-    returned: bool = False  # handed back unstarted or early because the worker drains
+    returned: bool = False  # every row is handed back as it was
+    draining: bool = False  # the worker takes no more tasks
 
 
 def pack_report(report: Report) -> bytes:
@@ -147,19 +154,32 @@ def pack_report(report: Report) -> bytes:
         for r in report.rows
     ]
     return pack(
-        [VERSION, report.seq, report.worker, report.stage, rows, report.seconds, report.returned]
+        [
+            VERSION,
+            report.seq,
+            report.worker,
+            report.stage,
+            rows,
+            report.seconds,
+            report.returned,
+            report.draining,
+        ]
     )
 
 
 def unpack_report(data: bytes) -> Report:
+    """Raises MessageError for anything that is not a report of this version."""
     try:
-        version, seq, worker, stage, wire, seconds, returned = unpack(data)
+        version, *rest = unpack(data)
+        if version != VERSION:
+            raise MessageError(f"report of version {version}; this coordinator speaks {VERSION}")
+        seq, worker, stage, wire, seconds, returned, draining = rest
+        rows = tuple(
+            ReportRow(job, step, next_stage, handles, tuple(outputs), seconds, code, error, step_s)
+            for job, step, next_stage, handles, outputs, seconds, code, error, step_s in wire
+        )
+    except MessageError:
+        raise
     except (TypeError, ValueError) as error:
         raise MessageError(f"not a report: {error}") from error
-    if version != VERSION:
-        raise MessageError(f"report of version {version}; this coordinator speaks {VERSION}")
-    rows = tuple(
-        ReportRow(job, step, next_stage, handles, tuple(outputs), seconds, code, error, step_s)
-        for job, step, next_stage, handles, outputs, seconds, code, error, step_s in wire
-    )
-    return Report(seq, worker, stage, rows, seconds, returned)
+    return Report(seq, worker, stage, rows, seconds, returned, draining)

@@ -155,5 +155,8 @@ class NoopStage:
         for handle in handles:
             self._store.free(handle)
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         """Nothing is held."""

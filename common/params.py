@@ -22,7 +22,11 @@ from common.messages import MessageError, pack, unpack
 # What XADD may carry in all: enough for the longest prompt a model takes, twice.
 MAX_PUSH_BYTES = 256 * 1024
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+# An id of this form is given by Redis only: somebody's push will have it one day.
+ENTRY = re.compile(r"\d+-\d+")
 MAX_SEED = 2**63 - 1
+MAX_INT = 2**63 - 1  # what msgpack and Redis carry
+FIELD_CHARS = 100
 
 Schema = dict[str, Any]
 
@@ -55,8 +59,10 @@ class InvalidRequest(ValueError):
     """A push that cannot become a job: names the field, what is wrong, what would be right."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        # A field's name came over the wire too: long, or not even text that can be encoded.
+        field = field.encode("utf-8", "replace").decode()
+        self.field = field if len(field) <= FIELD_CHARS else field[:FIELD_CHARS] + "…"
+        super().__init__(f"{self.field}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,8 @@ def read_push(entry: str, raw: Mapping[bytes, bytes]) -> Push:
             "id",
             "must be 1–128 letters, digits, '.', '_', ':' or '-', beginning with a letter or digit",
         )
+    if ENTRY.fullmatch(job) and job != entry:
+        raise InvalidRequest("id", "has the form of a stream entry's id; add a letter to it")
     return Push(entry=entry, id=str(job), fields=fields, content=content_of(raw))
 
 
@@ -109,7 +117,8 @@ def id_of(entry: str, raw: Mapping[bytes, bytes]) -> str:
     try:
         value: Any = raw.get(b"id") or _read_payload(raw.get(b"payload", b"{}")).get("id", entry)
         text = value.decode() if isinstance(value, bytes) else value
-        return text if isinstance(text, str) and ID.fullmatch(text) else entry
+        usable = isinstance(text, str) and ID.fullmatch(text) and not ENTRY.fullmatch(text)
+        return text if usable else entry
     except (InvalidRequest, UnicodeDecodeError):
         return entry
 
@@ -125,7 +134,7 @@ def _read_payload(data: bytes) -> dict[str, Any]:
     if data[:1] in (b"{", b" ", b"\n", b"\t", b"\r"):
         try:
             value = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest("payload", f"is neither JSON nor msgpack: {error}") from error
     else:
         try:
@@ -224,7 +233,9 @@ def _choose_model(
         raise InvalidRequest("model", "must be text")
     if name not in manifests:
         known = ", ".join(sorted(manifests)) or "none yet"
-        what = f"{name!r} is not served here" if name else "must be given, since several are served"
+        what = "must be given, since several are served"
+        if name:
+            what = f"{name[:64]!r} is not served here"
         raise InvalidRequest("model", f"{what}; served: {known}")
     manifest = manifests[name]
     verdict = manifest.get("scheduler", {})
@@ -323,8 +334,10 @@ def _check_int(name: str, value: Any, rule: Schema) -> int:
     if isinstance(value, Text) and re.fullmatch(r"[+-]?\d{1,20}", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(name, f"must be a whole number, not {str(value)[:64]!r}")
+        raise InvalidRequest(name, f"must be a whole number, not {_shown(value)}")
     _check_range(name, value, rule)
+    if abs(value) > MAX_INT:
+        raise InvalidRequest(name, f"{value!r:.40} is too large; the most is {MAX_INT}")
     multiple = rule.get("multiple_of")
     if multiple and value % multiple:
         low, high = value - value % multiple, value - value % multiple + multiple
@@ -343,7 +356,7 @@ def _check_float(name: str, value: Any, rule: Schema) -> float:
         except ValueError:
             raise InvalidRequest(name, f"must be a number, not {value[:64]!r}") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(name, f"must be a number, not {str(value)[:64]!r}")
+        raise InvalidRequest(name, f"must be a number, not {_shown(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -352,6 +365,13 @@ def _check_float(name: str, value: Any, rule: Schema) -> float:
         raise InvalidRequest(name, f"must be a finite number, not {number}")
     _check_range(name, number, rule)
     return number
+
+
+def _shown(value: Any) -> str:
+    """A refused value in an error message, whatever it is."""
+    if isinstance(value, str | bytes | int | float | bool | None):
+        return f"{value!r:.64}"
+    return type(value).__name__
 
 
 def _check_range(name: str, value: float, rule: Schema) -> None:

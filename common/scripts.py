@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    NoScriptError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
 
 from common.job import JobSpec
 from common.keys import Keys
@@ -22,6 +28,10 @@ from common.messages import TaskRow, pack_task
 LUA = Path(__file__).parent / "lua"
 SOURCES = {path.stem: path.read_text() for path in sorted(LUA.glob("*.lua"))}
 SHA = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in SOURCES.items()}
+
+
+# Replies of a node that cannot serve now: a replica, or a cluster that is being mended.
+ELSEWHERE = (ReadOnlyError, ClusterDownError, TryAgainError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,8 @@ class Scripts:
         """Run plain `commands`, then `calls`, in order, in one round trip.
 
         Returns the calls' replies; a ResponseError stands in its call's place (the others
-        were still run). Connection errors are raised: the caller repeats the whole.
+        were still run). Connection errors are raised, and so is what a node says that is not
+        or no longer the one to ask (a failover): the caller repeats the whole.
         """
         if not calls and not commands:
             return []
@@ -85,8 +96,8 @@ class Scripts:
                 "EVALSHA", SHA[call.script], len(call.keys), *call.keys, *call.args
             )
         replies: list[Any] = pipe.execute(raise_on_error=False)
-        for reply in replies[: len(commands)]:
-            if isinstance(reply, Exception):
+        for i, reply in enumerate(replies):
+            if isinstance(reply, ELSEWHERE) or (i < len(commands) and isinstance(reply, Exception)):
                 raise reply
         return replies[len(commands) :]
 
@@ -107,6 +118,7 @@ class Ttls:
     result_s: float = 24 * 3600
     output_s: float = 24 * 3600
     job_s: float = 48 * 3600
+    flight_s: float = 7 * 24 * 3600  # the record of a dispatch: longer than any task could take
     task_s: float = 600  # the record of a done dispatch: for repeats of a lost reply
     staged_s: float = 3600
     early_cancel_s: float = 3600
@@ -169,7 +181,7 @@ class Transitions:
              *(k.worker(m) for m in members), *(k.trajectory(r.job) for r in rows)),
             (self.nonce, str(seq), ms(now), str(len(members)), str(len(rows)), message, stage,
              ms(expected_s), " ".join(members),
-             *(value for r in rows for value in (r.job, str(r.start)))),
+             *(value for r in rows for value in (r.job, str(r.start))), ms(self.ttls.flight_s)),
         )  # fmt: skip
 
     def yield_(self, seq: int, members: Sequence[str]) -> Call:
@@ -200,9 +212,10 @@ class Transitions:
 
     def finish(
         self, job: str, status: str, result: bytes, staged: Sequence[tuple[int, int]], now: float,
-        code: str = "", error: str = "", outbox: bytes = b"", free: bytes = b"", free_by: str = "",
+        code: str = "", error: str = "", outbox: bytes = b"", free_by: Sequence[str] = (),
     ) -> Call:  # fmt: skip
-        """`staged` names the files by (seq, n) in the order they become outputs 0, 1, …"""
+        """`staged` names the files by (seq, n) in the order they become outputs 0, 1, …; the
+        first live worker of `free_by` is told to free the job's state."""
         k, t = self.keys, self.ttls
         moves = [
             key
@@ -212,10 +225,16 @@ class Transitions:
         return Call(
             "finish",
             (k.leader, k.active, k.outbox, k.trajectory(job), k.job(job), k.result(job),
-             k.events(job), k.tasks(free_by), *moves),
+             k.events(job), *moves, *(key for w in free_by for key in (k.worker(w), k.tasks(w)))),
             (self.nonce, job, status, result, ms(now), ms(t.job_s), ms(t.output_s),
-             ms(t.result_s), code, error, outbox, free if free_by else b""),
+             ms(t.result_s), code, error, outbox, str(len(staged))),
         )  # fmt: skip
+
+    def rewind(self, job: str, now: float, free_by: Sequence[str] = ()) -> Call:
+        k = self.keys
+        freers = [key for name in free_by for key in (k.worker(name), k.tasks(name))]
+        keys = (k.leader, k.trajectory(job), k.job(job), k.events(job), *freers)
+        return Call("rewind", keys, (self.nonce, ms(now)))
 
     def refresh(self, standings: Sequence[tuple[str, str, str, str]], now: float) -> Call:
         """`standings`: (job, queue position or "", slack in s, eta in ms)."""
@@ -230,6 +249,9 @@ class Transitions:
         return Call("lead", (self.keys.leader,), (self.nonce, ms(lease_s)))
 
     # -- the workers' --------------------------------------------------------------------
+
+    def upload(self, job: str, seq: int, n: int, content: bytes) -> Call:
+        return Call("upload", (self.keys.staged(job, seq, n),), (content, ms(self.ttls.staged_s)))
 
     def register(
         self, worker: str, lease_s: float, manifest_field: str, manifest: str,
@@ -269,7 +291,8 @@ class Transitions:
         self, seq: int, worker: str, lead: bool, body: bytes,
         rows: Sequence[tuple[str, int, int, str, bytes, bytes, float, str, str]], now: float,
     ) -> Call:  # fmt: skip
-        """`rows`: (job, step, steps, next stage, handles, outputs, seconds, error code, error)."""
+        """`rows`: (job, step, steps, next stage, handles, outputs, seconds, error code, error);
+        `steps` 0 hands the row back as it was."""
         k = self.keys
         flat: list[Any] = []
         for row in rows:

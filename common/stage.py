@@ -115,6 +115,10 @@ class Stage(Protocol):
         """Give back memory; only ever called when the coordinator or a script said so."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """What it has done so far, for the worker's record (resumes from the device, …)."""
+        ...
+
     def close(self) -> None:
         """Release devices, mappings and caches."""
         ...

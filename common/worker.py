@@ -14,16 +14,17 @@ import os
 import secrets
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from common.clock import redis_clock
-from common.handles import Handle
+from common.clock import Clock, redis_clock
+from common.handles import Handle, HandleError
 from common.inbox import Inbox, Outage, Pending, Pulse
 from common.job import JobSpec
 from common.keys import Keys
@@ -34,6 +35,7 @@ from common.stage import DECODE, DENOISE, ENCODE, Outcome, Stage, Task
 log = logging.getLogger("slackwater.worker")
 
 BLOCK_MS = 1000
+SWEEP_S = 60.0
 # Errors of a stage are shown to users; a whole traceback goes to the log.
 ERROR_CHARS = 500
 
@@ -50,7 +52,7 @@ class Identity:
 
     @classmethod
     def new(cls, stage: str, model: str, host: str, device: str = "cpu") -> Identity:
-        name = f"{stage}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+        name = f"{stage}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
         return cls(name, stage, model, host, device)
 
 
@@ -79,18 +81,29 @@ class Worker:
         stage: Stage,
         who: Identity,
         lease_s: float = 5.0,
+        clock: Clock | None = None,
+        stager: Executor | None = None,
+        counts: Callable[[], Mapping[str, int]] = dict,
+        sweep: Callable[[], int] = int,
     ) -> None:
+        """`stager` reads states and frees handles beside the running task: one thread if None.
+
+        `counts` are published with every heartbeat; `sweep` frees what dead processes left in
+        the host's arena and is called once a minute.
+        """
         self.who, self.stage, self.keys, self.lease_s = who, stage, keys, lease_s
         self._connect = connect
         self._redis = connect()
         self._scripts = Scripts(self._redis)
         self._pulse_redis: Any = None
-        self._clock = redis_clock(self._redis)
+        self._clock = clock or redis_clock(self._redis)
         self._transitions = Transitions(keys, ttls)
         self._ttls = ttls
         self._manifest = json.dumps(stage.manifest())
+        self._counts, self._sweep = counts, sweep
+        self._swept = time.monotonic()
         self._draining = threading.Event()
-        self._stager = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        self._stager = stager or ThreadPoolExecutor(1, thread_name_prefix="stager")
         self._inbox = Inbox(
             connect_blocking, keys.tasks(who.name), BLOCK_MS, self._stage_in, self._free_packed
         )
@@ -101,7 +114,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until `drain` was called; returns once everything is handed back."""
-        self._beat()
+        self._send([self._registration()])
         self._inbox.start()
         self._pulse.start()
         log.info("%s is ready", self.who.name)
@@ -135,11 +148,13 @@ class Worker:
     def _leave(self) -> None:
         self._pulse.stop()
         self._inbox.stop()
+        self._pulse.join(5)  # a beat after the farewell would bring back a worker that is gone
         try:
-            self._scripts.one(self._transitions.leave(self.who.name, tell=True))
+            left = self._scripts.one(self._transitions.leave(self.who.name, tell=True))
+            for packed in left[1:]:
+                self._free_packed(packed)
         except (RedisError, OSError) as error:
             log.warning("left without a word: %s", error)
-        self._pulse.join(5)
         self._inbox.join(5)
         self._stager.shutdown(wait=True)
         self.stage.close()
@@ -155,22 +170,29 @@ class Worker:
             return None
         task = pending.task
         outcomes, seconds, returned = self._execute(pending)
-        rows, uploads = self._report_rows(pending, outcomes)
-        report = Report(task.seq, self.who.name, task.stage, tuple(rows), seconds, returned)
-        call = self._transitions.report(
-            task.seq,
-            self.who.name,
-            self._leads(task),
-            pack_report(report),
-            [self._report_args(row) for row in rows],
-            self._clock(),
+        rows, calls = self._report_rows(pending, outcomes)
+        draining = self._draining.is_set()
+        report = Report(
+            task.seq, self.who.name, task.stage, tuple(rows), seconds, returned, draining
+        )
+        at = len(calls)  # of the report, behind the uploads
+        calls.append(
+            self._transitions.report(
+                task.seq,
+                self.who.name,
+                self._leads(task),
+                pack_report(report),
+                [self._report_args(r, o) for r, o in zip(rows, outcomes, strict=True)],
+                self._clock(),
+            )
         )
         following = self._inbox.poll()
-        calls = [call] if following is None else [call, self._start(following)]
-        replies = self._send(calls, uploads)
-        self._settle(task, outcomes, replies[0])
+        if following is not None:
+            calls.append(self._start(following))
+        replies = self._send(calls)
+        self._settle(task, outcomes, replies[at])
         self._inbox.yields.discard(task.seq)
-        if following is not None and self._note_start(following, replies[1]):
+        if following is not None and self._note_start(following, replies[at + 1]):
             return following
         return None
 
@@ -191,6 +213,7 @@ class Worker:
             log.info("seq %d was taken back before it started", pending.task.seq)
             if pending.staged is not None:
                 pending.staged.cancel()
+            self._inbox.yields.discard(pending.task.seq)
             return False
         if reply[1] == b"1":
             self._inbox.yields.add(pending.task.seq)
@@ -209,11 +232,11 @@ class Worker:
         live = replace(
             task, rows=tuple(r for r, alive in zip(task.rows, pending.live, strict=True) if alive)
         )
-        self._steps_of = {r.job: int(r.params.get("num_inference_steps") or 1) for r in live.rows}
         begun = self._clock()
         try:
             assert pending.staged is not None
             full, staged = pending.staged.result()
+            self._steps_of = {row.job: steps_of(row.params) for row in full.rows}
             if len(live.rows) == len(full.rows):
                 live = full
             else:
@@ -231,9 +254,10 @@ class Worker:
         """Free what the report made superfluous: the old state if it counted, else the new."""
         if isinstance(reply, Exception):
             raise reply
-        flags = reply[1:] if text(reply[0]) == "done" else [b"0"] * len(outcomes)
-        if not self._leads(task):
+        verdict = text(reply[0])
+        if verdict == "unknown" or not self._leads(task):
             return
+        flags = reply[1:] if verdict == "done" else [b"0"] * len(outcomes)
         waste: list[Handle] = []
         for row, outcome, flag in zip(task.rows, outcomes, flags, strict=True):
             if flag == b"1" and not outcome.error_code:
@@ -245,14 +269,14 @@ class Worker:
 
     def _report_rows(
         self, pending: Pending, outcomes: Sequence[Outcome]
-    ) -> tuple[list[ReportRow], list[tuple[Any, ...]]]:
-        """The rows of the report, and the commands that upload finished files before it."""
-        task, uploads, rows = pending.task, [], []
+    ) -> tuple[list[ReportRow], list[Call]]:
+        """The rows of the report, and the calls that upload finished files before it."""
+        task, rows = pending.task, []
+        uploads: list[Call] = []
         for row, outcome in zip(task.rows, outcomes, strict=True):
             files = []
             for n, output in enumerate(outcome.outputs):
-                key = self.keys.staged(row.job, task.seq, n)
-                uploads.append(("SET", key, output.content, "PX", ms(self._ttls.staged_s)))
+                uploads.append(self._transitions.upload(row.job, task.seq, n, output.content))
                 files.append(
                     {
                         "mime": output.mime,
@@ -282,9 +306,9 @@ class Worker:
         return rows, uploads
 
     def _report_args(
-        self, row: ReportRow
+        self, row: ReportRow, outcome: Outcome
     ) -> tuple[str, int, int, str, bytes, bytes, float, str, str]:
-        steps = self._steps_of.get(row.job, 1)
+        steps = self._steps_of.get(row.job, 1) if outcome.done else 0
         outputs = pack(list(row.outputs)) if row.outputs else b""
         return (
             row.job, row.step, steps, row.next_stage, row.handles, outputs, row.seconds,
@@ -293,13 +317,13 @@ class Worker:
 
     # -- redis ---------------------------------------------------------------------------
 
-    def _send(self, calls: list[Call], commands: list[tuple[Any, ...]] | None = None) -> list[Any]:
+    def _send(self, calls: list[Call]) -> list[Any]:
         """Run until Redis has answered: every script is safe to repeat."""
         outage = Outage(self.who.name)
         forever = threading.Event()
         while True:
             try:
-                replies = self._scripts.run(calls, commands or [])
+                replies = self._scripts.run(calls)
                 outage.over()
                 return replies
             except (RedisError, OSError) as error:
@@ -307,6 +331,12 @@ class Worker:
 
     def _beat(self) -> None:
         self._pulse_redis = self._pulse_redis or self._connect()
+        Scripts(self._pulse_redis).one(self._registration())
+        if time.monotonic() - self._swept >= SWEEP_S:
+            self._swept = time.monotonic()
+            self._stager.submit(self._sweep_quietly)
+
+    def _registration(self) -> Call:
         who = self.who
         fields = {
             "stage": who.stage,
@@ -316,11 +346,20 @@ class Worker:
             "pid": str(os.getpid()),
             "beat": ms(self._clock()),
             "draining": "1" if self._draining.is_set() else "0",
+            "counts": json.dumps(dict(self._counts())),
         }
-        call = self._transitions.register(
+        return self._transitions.register(
             who.name, self.lease_s, f"{who.model}/{who.stage}", self._manifest, fields
         )
-        Scripts(self._pulse_redis).one(call)
+
+    def _sweep_quietly(self) -> None:
+        try:
+            freed = self._sweep()
+        except Exception:
+            log.exception("could not sweep the arena")
+            return
+        if freed:
+            log.warning("swept %d blocks that dead processes had left in the arena", freed)
 
     def _tell(self, seq: int, steps: dict[str, int]) -> None:
         rows = [(job, step, self._steps_of.get(job, max(1, step))) for job, step in steps.items()]
@@ -348,7 +387,11 @@ class Worker:
         return JobSpec.from_wire(packed) if packed else None
 
     def _free_packed(self, packed: bytes) -> None:
-        handles = list(unpack_handles(packed).values())
+        try:
+            handles = list(unpack_handles(packed).values())
+        except (ValueError, HandleError) as error:
+            log.error("was told to free what is no handle: %s", error)
+            return
         self._stager.submit(self._free_quietly, handles)
 
     def _free_quietly(self, handles: list[Handle]) -> None:
@@ -364,13 +407,17 @@ def _next_stage(stage: str, outcome: Outcome, params: dict[str, Any]) -> str:
     if stage == ENCODE:
         return DENOISE
     if stage == DENOISE:
-        return DECODE if outcome.step >= int(params.get("num_inference_steps") or 1) else DENOISE
+        return DECODE if outcome.step >= steps_of(params) else DENOISE
     return "finish"
 
 
 def row_step(params: dict[str, Any], stage: str) -> int:
     """Steps done of a job that is not in the denoise stage."""
-    return 0 if stage == ENCODE else int(params.get("num_inference_steps") or 1)
+    return 0 if stage == ENCODE else steps_of(params)
+
+
+def steps_of(params: dict[str, Any]) -> int:
+    return int(params.get("num_inference_steps") or 1)
 
 
 def _failed(job: str, step: int, error: Exception) -> Outcome:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from common.arena import Arena
 from common.connect import writing
@@ -58,9 +57,7 @@ def keys() -> Keys:
 
 
 @pytest.fixture
-def redis_client(
-    redis_server: str, keys: Keys, request: pytest.FixtureRequest
-) -> Iterator[redis.Redis]:
+def redis_client(redis_server: str, keys: Keys, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A client on an empty database; after the test nothing may be left that stays for ever."""
     client = writing(redis_server)
     client.config_set("maxmemory", 0)

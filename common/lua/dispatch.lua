@@ -3,6 +3,7 @@
 --       then M worker hashes, then R trajectory hashes
 -- ARGV  1 nonce   2 seq   3 at (ms)   4 M   5 R   6 message   7 stage   8 expected (ms)
 --       9 members (space separated)   then per row: job id, step it must stand at
+--       last: ttl of the record (ms)
 -- Reply {"dispatched"} | {"fenced"} | {"seq", last} | {"worker", name index} | {"row", job, why}
 -- A repeat by the same leader gets the same answer. The first write is a delete, so that jobs
 -- already accepted go on at maxmemory.
@@ -27,7 +28,14 @@ end
 redis.call('DEL', KEYS[3])
 redis.call('SET', KEYS[2], ARGV[2])
 local entries, jobs = {}, {}
-for m = 1, M do entries[m] = redis.call('XADD', KEYS[3 + m], '*', 'kind', 'task', 'body', ARGV[6]) end
+for m = 1, M do
+  local stream, worker = KEYS[3 + m], KEYS[3 + M + m]
+  entries[m] = redis.call('XADD', stream, '*', 'kind', 'task', 'body', ARGV[6])
+  -- A worker's stream goes after it; its next heartbeat renews this.
+  if redis.call('PTTL', stream) < 0 then
+    redis.call('PEXPIRE', stream, 10 * math.max(1000, redis.call('PTTL', worker)))
+  end
+end
 for r = 1, R do
   redis.call('HSET', KEYS[3 + 2 * M + r], 'seq', ARGV[2])
   jobs[r] = ARGV[8 + 2 * r]
@@ -35,4 +43,5 @@ end
 redis.call('HSET', KEYS[3], 'state', 'queued', 'stage', ARGV[7], 'expected', ARGV[8],
   'members', ARGV[9], 'jobs', table.concat(jobs, ' '), 'entries', table.concat(entries, ' '),
   'at', ARGV[3], 'yield', '0', 'nonce', ARGV[1])
+redis.call('PEXPIRE', KEYS[3], ARGV[#ARGV])
 return {'dispatched'}

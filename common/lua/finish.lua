@@ -1,18 +1,21 @@
 -- The only end of an active job: outputs into place, result, last event, TTLs, outbox, all at once.
 -- KEYS  1 leader string   2 active set   3 outbox stream   4 trajectory hash   5 job hash
---       6 result string   7 events stream   8 a worker's stream (for the free message)
---       then per output: staged string, output string
+--       6 result string   7 events stream   then per output: staged string, output string
+--       then per worker that could free the job's state: worker hash, its stream
 -- ARGV  1 nonce   2 id   3 status   4 result bytes   5 at (ms)   6 job ttl   7 output ttl   8 result ttl (ms)
---       9 error code   10 error   11 outbox body or ""   12 free message or ""
+--       9 error code   10 error   11 outbox body or ""   12 number of outputs
 -- Reply {"finished"|"gone"|"fenced"} | {"lost", n}: the n-th staged output is not there any more.
--- The first write is a delete.
+-- The handles to free are those of the trajectory as it stands: a report may have replaced the ones
+-- the leader knows. The first of the workers that is alive is told. The first write is a delete.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end
 if redis.call('EXISTS', KEYS[4]) == 0 then return {'gone'} end
-for k = 9, #KEYS, 2 do
-  if redis.call('EXISTS', KEYS[k]) == 0 then return {'lost', (k - 9) / 2} end
+local last = 7 + 2 * tonumber(ARGV[12])
+for k = 8, last, 2 do
+  if redis.call('EXISTS', KEYS[k]) == 0 then return {'lost', (k - 8) / 2} end
 end
+local handles = redis.call('HGET', KEYS[4], 'handles')
 redis.call('DEL', KEYS[4])
-for k = 9, #KEYS, 2 do
+for k = 8, last, 2 do
   redis.call('RENAME', KEYS[k], KEYS[k + 1])
   redis.call('PEXPIRE', KEYS[k + 1], ARGV[7])
 end
@@ -26,5 +29,15 @@ redis.call('PEXPIRE', KEYS[5], ARGV[6])
 redis.call('XADD', KEYS[7], 'MAXLEN', '~', 256, '*', 'type', ARGV[3], 'error_code', ARGV[9], 'at', ARGV[5])
 redis.call('PEXPIRE', KEYS[7], ARGV[8])
 if ARGV[11] ~= '' then redis.call('XADD', KEYS[3], '*', 'job', ARGV[2], 'body', ARGV[11]) end
-if ARGV[12] ~= '' then redis.call('XADD', KEYS[8], '*', 'kind', 'free', 'body', ARGV[12]) end
+if handles and handles ~= '' then
+  for k = last + 1, #KEYS, 2 do
+    if redis.call('EXISTS', KEYS[k]) == 1 then
+      redis.call('XADD', KEYS[k + 1], '*', 'kind', 'free', 'body', handles)
+      if redis.call('PTTL', KEYS[k + 1]) < 0 then
+        redis.call('PEXPIRE', KEYS[k + 1], 10 * math.max(1000, redis.call('PTTL', KEYS[k])))
+      end
+      break
+    end
+  end
+end
 return {'finished'}

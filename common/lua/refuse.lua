@@ -15,6 +15,7 @@ for i = 1, ids do
     redis.call('HSET', job, 'id', id, 'content', ARGV[6], 'status', 'failed', 'is_terminal', '1',
       'error_code', ARGV[7], 'error', ARGV[8], 'created', ARGV[3], 'finished', ARGV[3])
     redis.call('PEXPIRE', job, ARGV[4])
+    redis.call('DEL', events)
     redis.call('XADD', events, '*', 'type', 'failed', 'error_code', ARGV[7], 'at', ARGV[3])
     redis.call('PEXPIRE', events, ARGV[5])
   end

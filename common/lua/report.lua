@@ -2,19 +2,27 @@
 -- KEYS  1 task hash   2 reports stream   then per row: trajectory hash, job hash, events stream
 -- ARGV  1 seq   2 member   3 at (ms)   4 record ttl (ms)   5 report message   6 is lead member "1"|"0"
 --       then per row: step, steps, next stage, handles, outputs, seconds, error code, error
--- Reply {"done", accepted flags "1"|"0" per row} | {"void"}
+--       (steps 0: the row is handed back as it was)
+-- Reply {"done", accepted flags "1"|"0" per row} | {"void"} | {"unknown"}
 -- A repeat gets its first answer. "void" or "0": nothing of it was recorded, and what the member
--- wrote for that row is its own to free. The first write is a delete (maxmemory).
+-- wrote for that row is its own to free. "unknown": the record has expired, so nobody can tell
+-- whether an earlier try counted; free nothing. The first write is a delete (maxmemory).
 local record = redis.call('HMGET', KEYS[1], 'state', 'answer:' .. ARGV[2], 'started:' .. ARGV[2], 'stage')
 if record[2] then
   local reply = {'done'}
   for flag in string.gmatch(record[2], '%d') do reply[#reply + 1] = flag end
   return reply
 end
-if record[1] ~= 'running' or not record[3] then return {'void'} end
+if not record[1] then return {'unknown'} end
+-- The lead member may have reported, and ended the task, before the others.
+if (record[1] ~= 'running' and record[1] ~= 'done') or not record[3] then return {'void'} end
 redis.call('HDEL', KEYS[1], 'entries')
 local reply, rows = {'done'}, (#KEYS - 2) / 3
 local flags = ''
+local function count(trajectory, seconds)
+  redis.call('HINCRBYFLOAT', trajectory, record[4] .. '_s', seconds)
+  redis.call('HINCRBY', trajectory, 'chunks', 1)
+end
 if ARGV[6] == '1' then
   for r = 1, rows do
     local trajectory, job, events = KEYS[3 * r], KEYS[3 * r + 1], KEYS[3 * r + 2]
@@ -22,15 +30,19 @@ if ARGV[6] == '1' then
     local flag = '0'
     if redis.call('HGET', trajectory, 'seq') == ARGV[1] then
       flag = '1'
-      redis.call('HINCRBYFLOAT', trajectory, record[4] .. '_s', ARGV[a + 6])
-      redis.call('HINCRBY', trajectory, 'chunks', 1)
-      if ARGV[a + 7] ~= '' then
+      if ARGV[a + 7] == '' and ARGV[a + 2] == '0' then
+        redis.call('HSET', trajectory, 'seq', '0')
+        redis.call('XADD', events, 'MAXLEN', '~', 256, '*', 'type', 'returned', 'at', ARGV[3])
+      elseif ARGV[a + 7] ~= '' then
+        count(trajectory, ARGV[a + 6])
         redis.call('HSET', trajectory, 'seq', '0', 'error_code', ARGV[a + 7], 'error', ARGV[a + 8])
         local attempts = redis.call('HINCRBY', trajectory, 'attempts', 1)
         redis.call('HSET', job, 'attempts', attempts)
         redis.call('XADD', events, 'MAXLEN', '~', 256, '*', 'type', 'error', 'error_code', ARGV[a + 7],
           'error', ARGV[a + 8], 'at', ARGV[3])
       else
+        count(trajectory, ARGV[a + 6])
+        redis.call('HDEL', trajectory, 'error_code', 'error')
         redis.call('HSET', trajectory, 'seq', '0', 'step', ARGV[a + 1], 'stage', ARGV[a + 3],
           'handles', ARGV[a + 4], 'outputs', ARGV[a + 5])
         redis.call('HSET', job, 'step', ARGV[a + 1], 'progress',

@@ -6,14 +6,18 @@
 -- Reply {"created"|"created_canceled"|"same"|"conflict"|"fenced"}
 -- The first write is an HSET, so that a Redis at maxmemory refuses new jobs here.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end
-if redis.call('EXISTS', KEYS[3]) == 1 then
-  if redis.call('HGET', KEYS[3], 'content') == ARGV[4] then
+local function type_of(key) return redis.call('TYPE', key).ok end
+local record = type_of(KEYS[3])
+if record ~= 'none' then
+  if record == 'hash' and redis.call('HGET', KEYS[3], 'content') == ARGV[4] then
     if ARGV[2] ~= '' then redis.call('XDEL', KEYS[2], ARGV[2]) end
     return {'same'}
   end
   return {'conflict'}
 end
-if redis.call('EXISTS', KEYS[8]) == 1 then return {'conflict'} end
+for _, k in ipairs({4, 5, 8}) do
+  if type_of(KEYS[k]) ~= 'none' then return {'conflict'} end
+end
 local public, n = {}, tonumber(ARGV[6]) * 2
 for i = 7, 6 + n do public[#public + 1] = ARGV[i] end
 local private = {}

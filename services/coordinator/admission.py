@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from common.params import InvalidRequest, PoolDefaults, accept, content_of, id_o
 from services.coordinator.events import Pushed, Refuse, Submit
 from services.coordinator.state import Job
 from services.costs.model import CostModel, shape_of
+
+log = logging.getLogger("slackwater.coordinator")
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,11 +44,21 @@ class Admission:
                 error=str(error),
                 field=error.field,
             )
+        except Exception as error:  # a push may be refused, but never stop those behind it
+            log.exception("push %s could not be read", event.entry)
+            return Refuse(
+                entry=event.entry,
+                ids=(event.entry,),
+                content="",
+                error_code=ErrorCode.INVALID_REQUEST,
+                error=f"payload: could not be read ({type(error).__name__}); please report this",
+                field="payload",
+            )
         if active >= self.max_jobs:
             wait = max(1.0, round(backlog_s / max(1, active), 1))
             return Refuse(
                 entry=event.entry,
-                ids=tuple(dict.fromkeys((event.entry, spec.id))),
+                ids=(event.entry,),  # not its own id: the same push must be able to succeed later
                 content=spec.content,
                 error_code=ErrorCode.QUEUE_FULL,
                 error=f"{active} jobs are active and {self.max_jobs} may be; try again in {wait} s",

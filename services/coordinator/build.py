@@ -7,20 +7,13 @@ from typing import Any
 
 from common.keys import Keys
 from common.params import PoolDefaults
-from common.scripts import Ttls
-from common.settings import Settings
+from common.settings import Settings, ttls_of
 from services.coordinator.admission import Admission
 from services.coordinator.core import Core
 from services.coordinator.service import Coordinator
 from services.costs.model import CostModel
 from services.policies import make_policy
 from services.policies.base import View
-
-
-def ttls_of(settings: Settings) -> Ttls:
-    return Ttls(
-        result_s=settings.result_ttl_s, output_s=settings.output_ttl_s, job_s=settings.job_ttl_s
-    )
 
 
 def core_maker(settings: Settings) -> Callable[[], Core]:

@@ -11,13 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
-from common.messages import unpack_handles
+from common.messages import MessageError, unpack_handles
 from common.stage import ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission
+from services.coordinator.recovery import recover
 from services.coordinator.standing import standings
-from services.coordinator.state import FINISH, Flight, Job, timings
+from services.coordinator.state import (
+    FINAL_ERRORS,
+    FINISH,
+    MAX_ATTEMPTS,
+    Flight,
+    Job,
+    died,
+    timings,
+)
 from services.costs.model import CostModel, Shape, shape_of
 from services.policies.base import (
     Doomed,
@@ -32,11 +42,9 @@ from services.policies.base import (
 )
 
 Effects = list[ev.Effect]
-# A job whose task failed or whose worker died this often ends as failed.
-MAX_ATTEMPTS = 3
 REFRESH_S = 1.0
-# Errors that another try cannot mend.
-FINAL_ERRORS = frozenset({ErrorCode.INVALID_REQUEST})
+# Workers asked in turn to free an ended job's state; more than one may have died unnoticed.
+MOST_FREERS = 3
 
 
 class Core:
@@ -53,6 +61,7 @@ class Core:
         self.seq = 0
         self.wake_at: float | None = None
         self._refreshed = 0.0
+        self._entering = 0  # submits whose answer is still to come
 
     def handle(self, event: ev.Event, now: float) -> Effects:
         """What to do about `event` at `now` (seconds since the epoch, Redis' clock)."""
@@ -77,6 +86,8 @@ class Core:
                 return self._cancel(event, now)
             case ev.Finished():
                 return self._finished(event, now)
+            case ev.Rewound():
+                return self._rewound(event)
             case ev.Joined():
                 return self._joined(event)
             case ev.Left():
@@ -84,16 +95,21 @@ class Core:
             case ev.ManifestsRead():
                 return self._manifests(event)
             case ev.Recovered():
-                return self._recovered(event, now)
+                return recover(self, event, now)
 
     # -- arrivals ------------------------------------------------------------------------
 
     def _push(self, event: ev.Pushed, now: float) -> Effects:
-        backlog = len(self.jobs) * 1.0
-        return [self.admission.decide(event, self.manifests, self.costs, len(self.jobs), backlog)]
+        active = len(self.jobs) + self._entering
+        backlog = active * 1.0
+        verdict = self.admission.decide(event, self.manifests, self.costs, active, backlog)
+        if isinstance(verdict, ev.Submit):
+            self._entering += 1
+        return [verdict]
 
     def _submitted(self, event: ev.Submitted, now: float) -> Effects:
         spec = event.spec
+        self._entering -= 1
         if event.verdict == "conflict":
             return [
                 ev.Refuse(
@@ -107,18 +123,19 @@ class Core:
             ]
         if event.verdict == "same" or spec.id in self.jobs:
             return []
-        job = self._remember(spec)
+        job = self.remember(spec)
         if event.verdict == "created_canceled":
-            return self._end(job, JobStatus.CANCELED, now)
-        self._ready(job)
+            return self.end(job, JobStatus.CANCELED, now)
+        self.ready(job)
         return []
 
     def _submit_failed(self, event: ev.SubmitFailed) -> Effects:
         spec = event.spec
+        self._entering -= 1
         return [
             ev.Refuse(
                 entry=spec.entry,
-                ids=tuple(dict.fromkeys((spec.entry, spec.id))),
+                ids=(spec.entry,),
                 content=spec.content,
                 error_code=ErrorCode.QUEUE_FULL,
                 error=f"Redis takes no new jobs ({event.reason}); try again in 10 s",
@@ -126,13 +143,13 @@ class Core:
             )
         ]
 
-    def _remember(self, spec: JobSpec) -> Job:
+    def remember(self, spec: JobSpec) -> Job:
         manifest = self.manifests.get(spec.model, {})
         job = Job.of(spec, shape_of(spec.params, manifest), spec.deadline_s or spec.arrival_s)
         self.jobs[spec.id] = job
         return job
 
-    def _ready(self, job: Job) -> None:
+    def ready(self, job: Job) -> None:
         job.seq = 0
         if not job.ending:
             self.policy.add(job.candidate(self.costs))
@@ -152,6 +169,9 @@ class Core:
             self.ranks.pop(worker.name, None)
         elif worker.name not in self.ranks and worker.stage:
             self.ranks[worker.name] = Rank(worker.name, worker.stage, worker.models)
+            for flight in self.flights.values():  # it may have been away only for us
+                if worker.name in flight.silent:
+                    self.show(flight, worker.name)
         self._arrange()
         return []
 
@@ -191,7 +211,7 @@ class Core:
                     flight.yielding = True
                     step_end = now + flight.candidate.step_s
                     flight.ends_s = min(flight.ends_s, step_end)
-                    self._show(flight)
+                    self.show(flight)
                     effects.append(ev.Yield(seq, flight.members))
                 case Recall(seq=seq):
                     flight = self.flights[seq]
@@ -208,8 +228,12 @@ class Core:
 
     def _run(self, decision: Run, now: float) -> Effects:
         rank = self.ranks[decision.rank]
-        jobs = [self.jobs[name] for name, _ in decision.rows]
-        stops = [stop for _, stop in decision.rows]
+        # A job found doomed in this very plan may have been dropped a line before.
+        rows = [(name, stop) for name, stop in decision.rows if not self.jobs[name].ending]
+        if not rows:
+            return []
+        jobs = [self.jobs[name] for name, _ in rows]
+        stops = [stop for _, stop in rows]
         candidates = [job.candidate(self.costs) for job in jobs]
         expected_s = sum(cost_s(c, stop) for c, stop in zip(candidates, stops, strict=True))
         self.seq += 1
@@ -227,7 +251,7 @@ class Core:
             silent={rank.name},
         )
         self.flights[self.seq] = flight
-        self._show(flight)
+        self.show(flight)
         return [
             ev.Dispatch(
                 seq=flight.seq,
@@ -239,9 +263,9 @@ class Core:
             )
         ]
 
-    def _show(self, flight: Flight) -> None:
+    def show(self, flight: Flight, *members: str) -> None:
         """Put a flight where the policy sees it: running if its rank is idle, else queued."""
-        for member in flight.members:
+        for member in members or flight.members:
             rank = self.ranks.get(member)
             if rank is None:
                 continue
@@ -273,7 +297,7 @@ class Core:
     def _doomed(self, job: Job, now: float) -> Effects:
         job.doomed = True
         if job.spec.on_late == "drop" and not job.ending:
-            return self._end(
+            return self.end(
                 job,
                 JobStatus.EXPIRED,
                 now,
@@ -319,9 +343,9 @@ class Core:
             if name == refused and event.detail[1] == "gone":
                 self.jobs.pop(name)  # ended behind our back; its record says how
             elif name == refused and event.detail[1] == "canceled":
-                effects += self._end(job, JobStatus.CANCELED, now)
+                effects += self.end(job, JobStatus.CANCELED, now)
             else:
-                self._ready(job)
+                self.ready(job)
         return effects
 
     def _reported(self, event: ev.Reported, now: float) -> Effects:
@@ -329,10 +353,16 @@ class Core:
         flight = self.flights.get(report.seq)
         if flight is not None:
             self._land(flight, now, report.worker)
+        if report.draining and report.worker in self.ranks:
+            del self.ranks[report.worker]
+            self._arrange()
         effects: Effects = []
         for row, accepted in zip(report.rows, event.accepted, strict=False):
             job = self.jobs.get(row.job)
             if not accepted or job is None or job.seq != report.seq or job.ending:
+                continue
+            if report.returned:
+                self.ready(job)
                 continue
             job.seconds[report.stage] = job.seconds.get(report.stage, 0.0) + row.seconds
             job.chunks += 1
@@ -345,9 +375,9 @@ class Core:
             if job.started_s is None:
                 job.started_s = now - report.seconds
             if job.stage == FINISH:
-                effects += self._end(job, JobStatus.SUCCEEDED, now)
+                effects += self.end(job, JobStatus.SUCCEEDED, now)
             else:
-                self._ready(job)
+                self.ready(job)
         return effects
 
     def _learn(self, job: Job, stage: str, seconds: float) -> None:
@@ -356,9 +386,22 @@ class Core:
 
     def _row_failed(self, job: Job, code: str, error: str, now: float) -> Effects:
         job.attempts += 1
+        return self.try_again(job, code, error, now)
+
+    def try_again(self, job: Job, code: str, error: str, now: float) -> Effects:
+        """What becomes of a job whose last task failed with `code`."""
         if code in FINAL_ERRORS or job.attempts >= MAX_ATTEMPTS:
-            return self._end(job, JobStatus.FAILED, now, code, error)
-        self._ready(job)
+            return self.end(job, JobStatus.FAILED, now, code or ErrorCode.WORKER_LOST, error)
+        if code == ErrorCode.STATE_LOST:
+            return [ev.Rewind(job.spec.id, self._who_frees(job.handles, ()))]
+        self.ready(job)
+        return []
+
+    def _rewound(self, event: ev.Rewound) -> Effects:
+        job = self.jobs.get(event.job)
+        if job is not None and event.verdict == "rewound":
+            job.stage, job.step, job.handles, job.outputs = ENCODE, 0, b"", ()
+            self.ready(job)
         return []
 
     def _voided(self, event: ev.Voided, now: float) -> Effects:
@@ -378,33 +421,33 @@ class Core:
             if event.blamed:
                 job.attempts += 1
                 if job.attempts >= MAX_ATTEMPTS:
-                    what = f"the worker died {job.attempts} times while it ran this job"
-                    effects += self._end(job, JobStatus.FAILED, now, ErrorCode.WORKER_LOST, what)
+                    what = died(job.attempts)
+                    effects += self.end(job, JobStatus.FAILED, now, ErrorCode.WORKER_LOST, what)
                     continue
-            self._ready(job)
+            self.ready(job)
         return effects
 
     def _cancel(self, event: ev.CancelNoted, now: float) -> Effects:
         job = self.jobs.get(event.job)
         if event.verdict != "canceling" or job is None or job.ending:
             return []
-        return self._end(job, JobStatus.CANCELED, now)
+        return self.end(job, JobStatus.CANCELED, now)
 
     # -- ends ----------------------------------------------------------------------------
 
-    def _end(
+    def end(
         self, job: Job, status: JobStatus, now: float, code: str = "", error: str = ""
     ) -> Effects:
         self.policy.remove(job.spec.id)
         job.ending = True
         effects: Effects = []
         flight = self.flights.get(job.seq)
+        members = flight.members if flight is not None else ()
         if flight is not None and len(flight.jobs) == 1:
             # Its report will be refused, but the rank should not finish the chunk first.
             flight.yielding = True
-            self._show(flight)
+            self.show(flight)
             effects.append(ev.Yield(flight.seq, flight.members))
-        handles = job.handles
         effects.append(
             ev.Finish(
                 spec=job.spec,
@@ -413,20 +456,24 @@ class Core:
                 timings=timings(job, now),
                 error_code=code,
                 error=error,
-                handles=handles,
-                free_by=self._who_frees(handles),
+                free_by=self._who_frees(job.handles, members),
             )
         )
         return effects
 
-    def _who_frees(self, packed: bytes) -> str:
-        """A live worker of the host where the handles lie; it is told to free them."""
-        handles = unpack_handles(packed)
-        if not handles:
-            return ""
-        hosts = {handle.host for handle in handles.values()}
+    def _who_frees(self, packed: bytes, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Workers of the hosts where the job's state lies, `members` ran or run it; else any.
+
+        The first that is alive when the job ends will be told. A report under way may have left
+        handles that the core has not heard of: those lie with `members`.
+        """
+        try:
+            hosts = {handle.host for handle in unpack_handles(packed).values()}
+        except (HandleError, MessageError):
+            hosts = set()
+        hosts |= {self.workers[name].host for name in members if name in self.workers}
         near = [w.name for w in self.workers.values() if w.host in hosts]
-        return near[0] if near else next(iter(self.workers), "")
+        return tuple((near or list(self.workers))[:MOST_FREERS])
 
     def _finished(self, event: ev.Finished, now: float) -> Effects:
         job = self.jobs.get(event.job)
@@ -434,7 +481,7 @@ class Core:
             return []
         if event.verdict == "lost":
             job.ending, job.outputs = False, ()
-            return self._end(
+            return self.end(
                 job,
                 JobStatus.FAILED,
                 now,
@@ -442,47 +489,4 @@ class Core:
                 "its files expired before they were delivered",
             )
         self.jobs.pop(event.job)
-        return []
-
-    # -- after a restart -----------------------------------------------------------------
-
-    def _recovered(self, event: ev.Recovered, now: float) -> Effects:
-        job = self._remember(event.spec)
-        job.stage, job.step, job.seq = event.stage, event.step, event.seq
-        job.handles, job.outputs = event.handles, event.outputs
-        job.attempts, job.started_s = event.attempts, event.started_s
-        job.seconds = dict(event.seconds)
-        if event.cancel:
-            return self._end(job, JobStatus.CANCELED, now)
-        if job.seq == 0:
-            if job.stage == FINISH:
-                return self._end(job, JobStatus.SUCCEEDED, now)
-            if event.error_code and job.attempts >= MAX_ATTEMPTS:
-                return self._end(job, JobStatus.FAILED, now, event.error_code, event.error)
-            self._ready(job)
-            return []
-        found = event.flight
-        if found is None or found.state not in ("queued", "running"):
-            members = found.members if found else ()
-            lost = Flight(
-                job.seq, job.stage, members, (job.spec.id,), job.candidate(self.costs), 0.0
-            )
-            self.flights[job.seq] = lost
-            return [ev.Void(job.seq, members, (job.spec.id,), forced=True)]
-        if job.seq not in self.flights:
-            flight = Flight(
-                seq=job.seq,
-                stage=found.stage,
-                members=found.members,
-                jobs=found.jobs,
-                candidate=job.candidate(self.costs),
-                expected_s=found.expected_s,
-                ends_s=now + found.expected_s,
-                silent=set(found.members),
-            )
-            self.flights[job.seq] = flight
-            self._show(flight)
-            if not all(member in self.workers for member in found.members):
-                flight.voiding = True
-                return [ev.Void(flight.seq, flight.members, flight.jobs, forced=True)]
         return []

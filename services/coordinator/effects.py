@@ -51,8 +51,10 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
             return t.finish(
                 effect.spec.id, str(effect.status), result_of(effect, t.keys, now).to_wire(),
                 staged, now, effect.error_code, effect.error,
-                free=effect.handles, free_by=effect.free_by,
+                free_by=effect.free_by,
             )  # fmt: skip
+        case ev.Rewind(job=job, free_by=free_by):
+            return t.rewind(job, now, free_by)
         case ev.Refresh(standings=standings):
             rows = [
                 (
@@ -124,7 +126,7 @@ def answer_of(effect: ev.Effect, reply: Any) -> ev.Event | None:
         ):
             return ev.SubmitFailed(effect.spec, "it is at maxmemory")
         raise reply
-    verdict, *detail = (text(part) for part in reply)
+    verdict = text(reply[0])
     if verdict == "fenced":
         raise Fenced("a script found another leader's nonce")
     match effect:
@@ -133,12 +135,15 @@ def answer_of(effect: ev.Effect, reply: Any) -> ev.Event | None:
         case ev.NoteCancel(job=job):
             return ev.CancelNoted(job, verdict)
         case ev.Dispatch(seq=seq):
+            detail = tuple(text(part) for part in reply[1:])
             if verdict == "row" and detail[1] in ("busy", "stage", "step"):
                 raise OutOfStep(f"job {detail[0]}: {detail[1]} differs from its record")
-            return ev.Dispatched(seq, verdict, tuple(detail))
-        case ev.Void(seq=seq, forced=forced, blame=blame):
-            return ev.Voided(seq, verdict, forced and blame)
+            return ev.Dispatched(seq, verdict, detail)
+        case ev.Void(seq=seq):
+            return ev.Voided(seq, verdict, blamed=reply[1:] == [b"1"])
         case ev.Finish(spec=spec):
             return ev.Finished(spec.id, verdict)
+        case ev.Rewind(job=job):
+            return ev.Rewound(job, verdict)
         case _:
             return None

@@ -100,13 +100,19 @@ class Dispatched:
 class Voided:
     seq: int
     verdict: str  # void | late
-    blamed: bool
+    blamed: bool  # it counted as an attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     job: str
     verdict: str  # finished | gone | lost
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    job: str
+    verdict: str  # rewound | late
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,7 @@ Event = (
     | Dispatched
     | Voided
     | Finished
+    | Rewound
     | Recovered
 )
 
@@ -215,7 +222,7 @@ class Void:
     members: tuple[str, ...]
     jobs: tuple[str, ...]
     forced: bool
-    blame: bool = True  # forced: whether it counts as a failed attempt of its jobs
+    blame: bool = True  # forced: whether it is an attempt of its jobs if it had started
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +235,15 @@ class Finish:
     timings: Mapping[str, float] = field(default_factory=dict)
     error_code: str = ""
     error: str = ""
-    handles: bytes = b""
-    free_by: str = ""  # the worker that is told to free `handles`; "" if none can
+    free_by: tuple[str, ...] = ()  # workers that could free its state; one is told to
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Begin a job again from its prompt: its state is lost."""
+
+    job: str
+    free_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,4 +268,4 @@ class Forget:
     worker: str
 
 
-Effect = Submit | Refuse | NoteCancel | Dispatch | Yield | Void | Finish | Refresh | Forget
+Effect = Submit | Refuse | NoteCancel | Dispatch | Yield | Void | Finish | Rewind | Refresh | Forget

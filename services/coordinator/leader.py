@@ -23,20 +23,26 @@ class Leadership:
     renewed_s: float = field(default=float("-inf"))
 
     @staticmethod
-    def new_nonce() -> str:
-        return secrets.token_hex(8)
+    def new_nonce(after: str = "") -> str:
+        """A process' next nonce: what was sent under `after` and arrives late will be fenced."""
+        process, _, term = after.partition(":")
+        return f"{process or secrets.token_hex(8)}:{int(term or 0) + 1}"
 
     def take(self, now: float) -> bool:
         """Try to lead; True if this process does now."""
-        leading: bool = self.scripts.one(self.transitions.lead(self.lease_s))[0] == b"leading"
-        if leading:
-            self.renewed_s = now
-        return leading
+        return self._ask(now) in (b"leading", b"renewed")
 
     def keep(self, now: float) -> None:
-        """Renew the lease when a third of it has gone. Raises Fenced if it is somebody else's."""
-        if now - self.renewed_s >= self.lease_s / 3 and not self.take(now):
-            raise Fenced("the lease went to another coordinator")
+        """Renew the lease when a third of it has gone. Raises Fenced if it had run out: somebody
+        else may have led meanwhile, even if nobody does now."""
+        if now - self.renewed_s >= self.lease_s / 3 and self._ask(now) != b"renewed":
+            raise Fenced("the lease ran out")
+
+    def _ask(self, now: float) -> bytes:
+        verdict: bytes = self.scripts.one(self.transitions.lead(self.lease_s))[0]
+        if verdict != b"standby":
+            self.renewed_s = now
+        return verdict
 
     def release(self) -> None:
         self.scripts.one(self.transitions.lead(0))

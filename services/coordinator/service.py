@@ -6,15 +6,15 @@ everything the core decided. It decides nothing itself.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from common.clock import Clock, redis_clock
 from common.keys import Keys
@@ -31,7 +31,7 @@ log = logging.getLogger("slackwater.coordinator")
 # Entries taken from each stream in one read: enough to amortise a round trip, few enough
 # that a burst of pushes delays a report by milliseconds only.
 READ_COUNT = 128
-# Must stay under a third of the shortest sensible lease, so that the lease is kept while idle.
+# At most this long without a look at the lease and the workers; a third of a shorter lease.
 BLOCK_MS = 500
 LIVENESS_S = 1.0
 SAVE_COSTS_S = 10.0
@@ -49,6 +49,7 @@ class Coordinator:
         lease_s: float = 3.0,
         worker_lease_s: float = 5.0,
         clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.redis = redis
         self.keys = keys
@@ -57,6 +58,7 @@ class Coordinator:
         self.transitions = Transitions(keys, ttls, Leadership.new_nonce())
         self.leadership = Leadership(self.scripts, self.transitions, lease_s)
         self.worker_lease_s = worker_lease_s
+        self._sleep = sleep
         self._make_core = make_core
         self.core = make_core()
         self._quiet_until = 0.0  # nobody is declared dead before
@@ -66,7 +68,13 @@ class Coordinator:
     # -- leadership ----------------------------------------------------------------------
 
     def lead(self) -> bool:
-        """Try to become leader; on success the core is rebuilt from the records."""
+        """Try to become leader; on success the core is rebuilt from the records.
+
+        Under a new nonce each time: a command sent before a lost connection may still arrive.
+        """
+        nonce = Leadership.new_nonce(self.transitions.nonce)
+        self.transitions = dataclasses.replace(self.transitions, nonce=nonce)
+        self.leadership.transitions = self.transitions
         if not self.leadership.take(self.clock()):
             return False
         self.rebuild()
@@ -83,7 +91,8 @@ class Coordinator:
             # One whose lease ran out may be alive and only have missed a Redis that was away.
             core.handle(ev.Joined(worker or ev.WorkerInfo(name, "", (), "")), now)
         effects: list[ev.Effect] = []
-        for recovered in read_active(self.redis, self.keys):
+        # By seq: a worker runs its tasks in the order of their dispatch.
+        for recovered in sorted(read_active(self.redis, self.keys), key=lambda r: r.seq):
             effects += core.handle(recovered, now)
         self._quiet_until = now + self.worker_lease_s
         log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.workers))
@@ -94,26 +103,31 @@ class Coordinator:
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Lead whenever possible until told to stop; survives Redis going away."""
         leading, pause = False, 0.1
+        block_ms = min(BLOCK_MS, int(1000 * self.leadership.lease_s / 3))
         while not should_stop():
             try:
                 if not leading:
                     leading = self.lead()
                     if not leading:
-                        time.sleep(self.leadership.lease_s / 6)
+                        self._sleep(self.leadership.lease_s / 6)
                         continue
-                self.step(BLOCK_MS)
+                self.step(block_ms)
                 pause = 0.1
             except (Fenced, OutOfStep) as error:
                 log.warning("%s; starting over from the records", error)
                 leading = False
-            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-                log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
+            except (RedisError, OSError) as error:
+                if isinstance(error, ResponseError):
+                    log.exception("Redis refused; starting over in %.1f s", pause)
+                else:
+                    log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
                 leading = False
-                time.sleep(pause)
+                self._sleep(pause)
                 pause = min(5.0, pause * 2)
         if leading:
-            self._save_costs()
-            self.leadership.release()
+            with contextlib.suppress(RedisError, OSError):
+                self._save_costs()
+                self.leadership.release()
 
     def step(self, block_ms: int) -> bool:
         """Read what came, act on it, decide. True if there was anything."""
@@ -230,7 +244,9 @@ class Coordinator:
         self._saved = self.clock()
         learned = self.core.costs.dump()
         if learned:
-            self.redis.hset(self.keys.costs, mapping={k: json.dumps(v) for k, v in learned.items()})
+            mapping = {k: json.dumps(v) for k, v in learned.items()}
+            with contextlib.suppress(OutOfMemoryError):  # it is a convenience
+                self.redis.hset(self.keys.costs, mapping=mapping)
 
 
 def _only_dispatched(effects: list[ev.Effect], replies: list[Any]) -> bool:

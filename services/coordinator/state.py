@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.job import JobSpec
+from common.job import ErrorCode, JobSpec
 from common.messages import TaskRow, pack
 from common.stage import DECODE, DENOISE, ENCODE
 from services.costs.model import CostModel, Shape
 from services.policies.base import Candidate
 
 FINISH = "finish"  # the stage after decode: nothing left to run
+# A job whose task failed or whose worker died this often ends as failed.
+MAX_ATTEMPTS = 3
+# Errors that another try cannot mend.
+FINAL_ERRORS = frozenset(
+    {ErrorCode.INVALID_REQUEST, ErrorCode.NON_FINITE, ErrorCode.NOT_CAPTURABLE}
+)
+
+
+def died(times: int) -> str:
+    return f"the worker died {times} times while it ran this job"
 
 
 @dataclass(slots=True)
@@ -77,6 +87,7 @@ class Job:
             step=self.step,
             steps=self.steps,
             doomed=self.doomed,
+            suspect=self.attempts > 0,
         )
 
 

@@ -35,6 +35,7 @@ class Candidate:
     step: int
     steps: int
     doomed: bool = False  # known not to make its deadline
+    suspect: bool = False  # a task of it failed: it shares none, lest it take others with it
 
     def slack_s(self, now: float) -> float:
         return self.deadline_s - now - self.remaining_s
@@ -48,6 +49,7 @@ class Running:
     candidate: Candidate
     ends_s: float  # expected
     yielding: bool = False
+    stop: int = 0  # the step before which a denoise chunk ends; 0: not known
 
 
 @dataclass(slots=True)
@@ -142,11 +144,11 @@ def pack(
     first: Candidate, view: View, following: Callable[[], Candidate | None]
 ) -> tuple[tuple[str, int], ...]:
     """Rows of a task that begins with `first`: itself, and, while all of them together are
-    short, the candidates that `following` yields. One hand-over then pays for several tasks
-    that are each shorter than it."""
+    short, the candidates that `following` yields (none that is suspect). One hand-over then
+    pays for several tasks that are each shorter than it."""
     stop = chunk_stop(first, view.chunk_s)
     rows, left_s = [(first.job, stop)], view.pack_s - cost_s(first, stop)
-    while left_s > 0 and len(rows) < MOST_ROWS:
+    while left_s > 0 and len(rows) < MOST_ROWS and not first.suspect:
         candidate = following()
         if candidate is None:
             break

@@ -33,13 +33,17 @@ class Fcfs:
                 continue
             first = self._next(rank, rank.models, taken)
             if first is not None:
-                rows = pack(first, view, partial(self._next, rank, (first.model,), taken))
+                rows = pack(first, view, partial(self._next, rank, (first.model,), taken, True))
                 decisions.append(Run(rank.name, rows))
         return decisions
 
-    def _next(self, rank: Rank, models: tuple[str, ...], taken: set[str]) -> Candidate | None:
+    def _next(
+        self, rank: Rank, models: tuple[str, ...], taken: set[str], sharing: bool = False
+    ) -> Candidate | None:
         for candidate in self._ready[rank.stage]:
             if candidate.job not in taken and candidate.model in models:
+                if sharing and candidate.suspect:
+                    return None
                 taken.add(candidate.job)
                 return candidate
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from services.policies.base import Candidate
@@ -46,6 +47,32 @@ class Index:
         del self._order[bisect_left(self._order, key)]
         return self._candidates.pop(job)
 
+    def get(self, job: str) -> Candidate | None:
+        return self._candidates.get(job)
+
+    def at(self, position: int) -> Candidate:
+        """The entry before which `position` others come."""
+        return self._candidates[self._order[position][2]]
+
     def position(self, *key: float) -> int:
         """How many entries come before `key`."""
         return bisect_left(self._order, tuple(key))
+
+
+class AgedIndex(Index):
+    """An index that also knows who has been in it longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: OrderedDict[str, Candidate] = OrderedDict()
+
+    def add(self, candidate: Candidate, *key: float) -> None:
+        super().add(candidate, *key)
+        self._since[candidate.job] = candidate
+
+    def remove(self, job: str) -> Candidate | None:
+        self._since.pop(job, None)
+        return super().remove(job)
+
+    def longest_first(self) -> Iterator[Candidate]:
+        return iter(self._since.values())

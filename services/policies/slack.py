@@ -1,24 +1,26 @@
 """Ours: slack says who can still make it, the deadline orders those who can.
 
-`slack = deadline − now − remaining`. Jobs with slack (within the error of the estimate) run
-earliest deadline first: the textbook least-slack order thrashes, and plain EDF collapses under
-load because it runs jobs that are late already (the domino effect). Those come last instead,
-shortest first, and get a bounded share of the ranks so that nothing starves. A running chunk
-is asked to yield only where waiting for its end would cost a job its deadline.
+`slack = deadline − now − remaining`. Jobs that can jointly make their deadlines (the keep-set,
+keepset.py) run earliest deadline first: the textbook least-slack order thrashes, and plain EDF
+collapses under load because it runs jobs that are late already (the domino effect). The others
+come last, shortest first, and get a bounded share of the ranks so that nothing starves; one that
+fits again later is taken back. A running chunk is asked to yield only where waiting for its end
+would cost a job its deadline.
 
-Sources: the RFC on chunked EDF scheduling for vLLM-Omni (chunks, slack); Liu and Layland 1973
-(EDF); docs/scheduling.md has what was measured.
+Sources: Moore 1968 (keep-set); Liu and Layland 1973 (EDF); the RFC on chunked EDF scheduling for
+vLLM-Omni (chunks, slack); docs/scheduling.md has what was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import chain
 
 from common.stage import DENOISE, ENCODE, STAGES
 from services.policies.base import (
     Candidate,
     Decision,
-    Doomed,
     Preempt,
     Rank,
     Recall,
@@ -28,10 +30,15 @@ from services.policies.base import (
     cost_s,
     pack,
 )
-from services.policies.index import Index
+from services.policies.index import AgedIndex, Index
+from services.policies.keeping import Keeping, is_late
 
-# What doomed jobs get of a stage's time while others wait that can still make it.
+# What jobs that are not kept get of a stage's time while others wait that can make it.
 DOOMED_SHARE = 0.05
+# Chunks run while nobody else waited are set off against later turns, so many at most.
+CREDIT_CHUNKS = 40
+# Of their turns every so manieth goes to the one that has waited longest.
+OLDEST_EVERY = 8
 # Encoded jobs per denoiser whatever their length.
 MOST_AHEAD = 64
 
@@ -40,34 +47,61 @@ class Slack:
     name = "slack"
 
     def __init__(self) -> None:
-        self._feasible = {stage: Index() for stage in STAGES}  # by deadline
-        self._doomed = {stage: Index() for stage in STAGES}  # by work left
-        self._spent = dict.fromkeys(STAGES, 0.0)
-        self._spent_doomed = dict.fromkeys(STAGES, 0.0)
+        self._kept = {stage: Index() for stage in STAGES}  # by deadline
+        self._out = {stage: AgedIndex() for stage in STAGES}  # by work left
+        self._stage: dict[str, str] = {}
+        self._sent: set[str] = set()  # given to a rank by the plan that is being carried out
+        self._keeping = Keeping(self._kept, self._out)
+        self._owed_s = dict.fromkeys(STAGES, 0.0)  # to those who are out, of each stage
+        self._turns = dict.fromkeys(STAGES, 1)
 
     def add(self, candidate: Candidate) -> None:
-        self.remove(candidate.job)
-        self._feasible[candidate.stage].add(candidate, candidate.deadline_s, -candidate.priority)
+        if candidate.job in self._stage:
+            self.remove(candidate.job)
+        self._sent.discard(candidate.job)
+        self._stage[candidate.job] = candidate.stage
+        self._kept[candidate.stage].add(candidate, candidate.deadline_s, -candidate.priority)
+        self._keeping.add(candidate)
 
     def remove(self, job: str) -> None:
-        for stage in STAGES:
-            self._feasible[stage].remove(job)
-            self._doomed[stage].remove(job)
+        stage = self._stage.pop(job, None)
+        if stage is not None and self._kept[stage].remove(job) is None:
+            self._out[stage].remove(job)
+        if job in self._sent:
+            self._sent.discard(job)
+            self._keeping.left(job)
+        else:
+            self._keeping.remove(job)
 
     def order(self, now: float) -> Iterable[str]:
-        feasible = [(c.deadline_s, c.job) for index in self._feasible.values() for c in index]
-        doomed = [(c.remaining_s, c.job) for index in self._doomed.values() for c in index]
-        return [job for _, job in sorted(feasible)] + [job for _, job in sorted(doomed)]
+        kept = merge(*(((c.deadline_s, c.job) for c in i) for i in self._kept.values()))
+        out = merge(*(((c.remaining_s, c.job) for c in i) for i in self._out.values()))
+        return (job for _, job in chain(kept, out))
 
     def plan(self, view: View, now: float) -> list[Decision]:
-        decisions: list[Decision] = []
+        self._sent.clear()
+        decisions: list[Decision] = self._keeping.settle(view, now)
         taken: set[str] = set()
+        lead = now + view.lead_s
         for stage in STAGES:
-            for rank in sorted(view.by_stage.get(stage, ()), key=lambda r: r.free_at(now)):
-                if rank.queued or (rank.running and rank.running.ends_s - now > view.lead_s):
+            if not self._kept[stage] and not self._out[stage]:
+                continue
+            free = [
+                rank
+                for rank in view.by_stage.get(stage, ())
+                if rank.queued is None and (rank.running is None or rank.running.ends_s <= lead)
+            ]
+            if len(free) > 1:
+                free.sort(key=lambda rank: rank.free_at(now))
+            nothing_for: set[tuple[str, ...]] = set()
+            for rank in free:
+                if rank.models in nothing_for:
                     continue
                 candidate = self._next(rank, view, now, taken, decisions)
                 if candidate is None:
+                    nothing_for.add(rank.models)
+                    continue
+                if self._continues(rank, candidate, now, view):
                     continue
                 decisions.append(self._pack(candidate, rank, view, now, taken, decisions))
             if stage == DENOISE:
@@ -84,50 +118,71 @@ class Slack:
         decisions: list[Decision],
     ) -> Run:
         taken.add(first.job)
-        self._account(first, chunk_stop(first, view.chunk_s))
+        self._send(first, view)
 
         def following() -> Candidate | None:
             candidate = self._next(rank, view, now, taken, decisions)
-            if candidate is None or candidate.model != first.model:
+            if candidate is None or candidate.suspect or candidate.model != first.model:
                 return None
             taken.add(candidate.job)
-            self._account(candidate, chunk_stop(candidate, view.chunk_s))
+            self._send(candidate, view)
             return candidate
 
         return Run(rank.name, pack(first, view, following))
+
+    def _send(self, candidate: Candidate, view: View) -> None:
+        """`candidate` is about to be given to a rank for a chunk."""
+        cost = cost_s(candidate, chunk_stop(candidate, view.chunk_s))
+        stage = candidate.stage
+        if candidate.job in self._out[stage]:
+            # What they got while nobody else waited counts as well, up to a limit.
+            self._owed_s[stage] = max(self._owed_s[stage] - cost, -CREDIT_CHUNKS * cost)
+            self._turns[stage] += 1
+        elif self._out[stage]:
+            self._owed_s[stage] += DOOMED_SHARE / (1 - DOOMED_SHARE) * cost
+        self._sent.add(candidate.job)
+        self._keeping.sent(candidate, cost)
 
     # -- who is next ---------------------------------------------------------------------
 
     def _next(
         self, rank: Rank, view: View, now: float, taken: set[str], decisions: list[Decision]
     ) -> Candidate | None:
-        stage = rank.stage
-        doomed_turn = (
-            len(self._doomed[stage]) > 0
-            and self._spent_doomed[stage] < DOOMED_SHARE * self._spent[stage]
-        )
-        if not doomed_turn:
-            found = self._first_feasible(rank, view, now, taken, decisions)
-            if found:
-                return found
-        for candidate in self._doomed[stage]:
+        stage, out = rank.stage, self._out[rank.stage]
+        if out and self._owed_s[stage] > 0:
+            # Their turn comes once the share has grown to a chunk.
+            for candidate in self._of_those_out(stage):
+                if candidate.job not in taken and candidate.model in rank.models:
+                    cost = cost_s(candidate, chunk_stop(candidate, view.chunk_s))
+                    if self._owed_s[stage] < cost:
+                        break
+                    if stage == ENCODE and self._enough_encoded(candidate, view, taken):
+                        break
+                    return candidate
+        found = self._first_kept(rank, view, now, taken, decisions)
+        if found:
+            return found
+        for candidate in out:
             if candidate.job not in taken and candidate.model in rank.models:
                 if stage == ENCODE and self._enough_encoded(candidate, view, taken):
                     return None
                 return candidate
-        if doomed_turn:
-            return self._first_feasible(rank, view, now, taken, decisions)
         return None
 
-    def _first_feasible(
+    def _of_those_out(self, stage: str) -> Iterator[Candidate]:
+        """The shortest first; every so often who has waited longest."""
+        out = self._out[stage]
+        return out.longest_first() if self._turns[stage] % OLDEST_EVERY == 0 else iter(out)
+
+    def _first_kept(
         self, rank: Rank, view: View, now: float, taken: set[str], decisions: list[Decision]
     ) -> Candidate | None:
         stage, late = rank.stage, []
         found = None
-        for candidate in self._feasible[stage]:
+        for candidate in self._kept[stage]:
             if candidate.job in taken:
                 continue
-            if candidate.slack_s(now) < -view.error * candidate.remaining_s:
+            if is_late(candidate, now, view):
                 late.append(candidate)
                 continue
             if candidate.model not in rank.models:
@@ -137,11 +192,7 @@ class Slack:
             found = candidate
             break
         for candidate in late:
-            self._feasible[stage].remove(candidate.job)
-            self._doomed[stage].add(candidate, candidate.remaining_s)
-            if not candidate.doomed:
-                candidate.doomed = True
-                decisions.append(Doomed(candidate.job))
+            self._keeping.drop(candidate, now, decisions)
         return found
 
     def _enough_encoded(self, candidate: Candidate, view: View, taken: set[str]) -> bool:
@@ -150,8 +201,9 @@ class Slack:
         denoisers = max(1, len(view.by_stage.get(DENOISE, ())))
         count = len(taken)
         work_s = 0.0
-        for encoded in self._feasible[DENOISE]:
-            if encoded.deadline_s > candidate.deadline_s:
+        is_out = candidate.job in self._out[ENCODE]
+        for encoded in chain(self._kept[DENOISE], self._out[DENOISE] if is_out else ()):
+            if not is_out and encoded.deadline_s > candidate.deadline_s:
                 break
             count += 1
             work_s += cost_s(encoded, encoded.steps)
@@ -159,11 +211,22 @@ class Slack:
                 return True
         return count >= MOST_AHEAD * denoisers
 
-    def _account(self, candidate: Candidate, stop: int) -> None:
-        cost = cost_s(candidate, stop)
-        self._spent[candidate.stage] += cost
-        if candidate.doomed:
-            self._spent_doomed[candidate.stage] += cost
+    def _continues(self, rank: Rank, following: Candidate, now: float, view: View) -> bool:
+        """Whether the job that runs there has steps left and goes before `following`: waiting
+        for its report costs less than a switch and a switch back."""
+        running = rank.running
+        if running is None or not 0 < running.stop < running.candidate.steps:
+            return False
+        if following.job in self._out[following.stage]:
+            return not self._is_out(running.candidate, now, view)
+        return not self._precedes(following, running.candidate, now, view)
+
+    def _is_out(self, candidate: Candidate, now: float, view: View) -> bool:
+        return candidate.job in self._keeping.dropped or is_late(candidate, now, view)
+
+    def _precedes(self, first: Candidate, second: Candidate, now: float, view: View) -> bool:
+        """Whether `first` goes before `second`: it is due earlier, or `second` is not kept."""
+        return self._is_out(second, now, view) or first.deadline_s < second.deadline_s
 
     # -- who must make way ----------------------------------------------------------------
 
@@ -172,40 +235,45 @@ class Slack:
 
         One job a plan: once its task is queued the next plan looks at the next one.
         """
-        urgent = next((c for c in self._feasible[DENOISE] if c.job not in taken), None)
+        urgent = next((c for c in self._kept[DENOISE] if c.job not in taken), None)
         if urgent is None:
             return []
         slack = urgent.slack_s(now)
         if slack < -view.error * urgent.remaining_s:
             return []
-        ranks = [r for r in view.by_stage.get(DENOISE, ()) if urgent.model in r.models]
-        if any(not r.running and not r.queued for r in ranks):
-            return []
         victims = []
-        for rank in ranks:
-            if rank.running is None or rank.running.candidate.stage != DENOISE:
+        soonest = float("inf")
+        for rank in view.by_stage.get(DENOISE, ()):
+            if urgent.model not in rank.models:
+                continue
+            if rank.running is None:
+                if rank.queued is None:
+                    return []
+                continue
+            if rank.running.candidate.stage != DENOISE:
                 continue
             wait = max(0.0, rank.running.ends_s - now)
             if rank.queued:
                 wait += rank.queued.candidate.step_s
-            victims.append((wait, rank))
-        if not victims or min(w for w, _ in victims) + view.switch_s <= slack / 2:
+            victims.append(rank)
+            soonest = min(soonest, wait)
+        if not victims or soonest + view.switch_s <= slack / 2:
             return []  # it can wait for the first chunk to end, with as much again to spare
         return self._make_way(urgent, victims, view, now)
 
     def _make_way(
-        self, urgent: Candidate, victims: list[tuple[float, Rank]], view: View, now: float
+        self, urgent: Candidate, victims: list[Rank], view: View, now: float
     ) -> list[Decision]:
         open_to = []
-        for _, rank in victims:
+        for rank in victims:
             running, queued = rank.running, rank.queued
             assert running is not None
-            if queued and not _precedes(urgent, queued.candidate, now, view):
+            if queued and not self._precedes(urgent, queued.candidate, now, view):
                 continue
             interrupts = (
                 not running.yielding
                 and running.ends_s - now > running.candidate.step_s + view.switch_s
-                and _precedes(urgent, running.candidate, now, view)
+                and self._precedes(urgent, running.candidate, now, view)
             )
             if queued or interrupts or running.yielding:
                 open_to.append((running.candidate.deadline_s, rank, interrupts))
@@ -220,13 +288,6 @@ class Slack:
         if interrupts:
             decisions.append(Preempt(rank.running.seq))
         if not rank.queued:
-            self._account(urgent, chunk_stop(urgent, view.chunk_s))
+            self._send(urgent, view)
             decisions.append(Run(rank.name, ((urgent.job, chunk_stop(urgent, view.chunk_s)),)))
         return decisions
-
-
-def _precedes(first: Candidate, second: Candidate, now: float, view: View) -> bool:
-    """Whether `first` goes before `second`: it can make it and is due earlier, or `second` cannot."""
-    if second.slack_s(now) < -view.error * second.remaining_s:
-        return True
-    return first.deadline_s < second.deadline_s

@@ -1,0 +1,165 @@
+"""Traces: what arrives when, how large, due when. Our JSONL, and vLLM-Omni's `Request(…)` lines.
+
+A JSONL line has id, request_class, arrival_ms, deadline_ms (absolute, as arrival_ms is),
+standalone_ms, width, height, num_inference_steps, and may have num_frames, tokens, priority,
+on_late. What is missing is worked out from the costs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.simulator.calibrations import Calibration
+
+ON_LATE = ("run", "drop")
+
+
+class TraceError(ValueError):
+    """A line that cannot be read, with its number and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One arrival. Seconds from the trace's beginning; `deadline_s` absolute on the same clock."""
+
+    id: str
+    request_class: str
+    arrival_s: float
+    deadline_s: float
+    standalone_s: float
+    tokens: int
+    steps: int
+    width: int = 0
+    height: int = 0
+    num_frames: int = 1
+    priority: int = 0
+    on_late: str = "run"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a line of our JSONL."""
+        return {
+            "id": self.id,
+            "request_class": self.request_class,
+            "arrival_ms": round(1000 * self.arrival_s, 3),
+            "deadline_ms": round(1000 * self.deadline_s, 3),
+            "standalone_ms": round(1000 * self.standalone_s, 3),
+            "width": self.width,
+            "height": self.height,
+            "num_frames": self.num_frames,
+            "num_inference_steps": self.steps,
+            "tokens": self.tokens,
+            "priority": self.priority,
+            "on_late": self.on_late,
+        }
+
+
+def read_trace(path: str | Path, costs: Calibration, slo_scale: float = 3.0) -> list[TraceJob]:
+    """Jobs in the order of arrival, from a file of JSON lines or of `Request(…)` lines.
+
+    Raises TraceError for a line that is neither, and OSError where there is no file.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    return parse_trace(text.splitlines(), costs, slo_scale)
+
+
+def parse_trace(
+    lines: Iterable[str], costs: Calibration, slo_scale: float = 3.0
+) -> list[TraceJob]:
+    jobs: list[TraceJob] = []
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        words = line.strip()
+        if not words or words.startswith("#"):
+            continue
+        try:
+            fields = json.loads(words) if words.startswith("{") else parse_request(words)
+            job = job_of(fields, f"r{number:06}", costs, slo_scale)
+        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+            raise TraceError(f"line {number}: {error}") from error
+        if job.id in seen:
+            raise TraceError(f"line {number}: id {job.id!r} was there before; ids are unique")
+        seen.add(job.id)
+        jobs.append(job)
+    return sorted(jobs, key=lambda job: (job.arrival_s, job.id))
+
+
+def parse_request(line: str) -> dict[str, Any]:
+    """`Request(request_id='a', timestamp=0.5, height=512, …)`: literals only, nothing is run."""
+    node = ast.parse(line, mode="eval").body
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Request":
+        raise ValueError("neither JSON nor Request(name=value, …)")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("Request takes name=value only")
+    return {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+
+
+def _number(fields: Mapping[str, Any], *names: str) -> float | None:
+    for name in names:
+        value = fields.get(name)
+        if value is not None:
+            number = float(value)
+            if not math.isfinite(number):
+                raise ValueError(f"{name} is {value}; it must be a finite number")
+            return number
+    return None
+
+
+def job_of(
+    fields: Mapping[str, Any], default_id: str, costs: Calibration, slo_scale: float
+) -> TraceJob:
+    """A line's fields as a job; names of ours first, then vLLM-Omni's."""
+    width = int(_number(fields, "width") or 1024)
+    height = int(_number(fields, "height") or 1024)
+    frames = int(_number(fields, "num_frames") or 1)
+    steps = int(_number(fields, "num_inference_steps") or 20)
+    if steps < 1 or width < 1 or height < 1 or frames < 1:
+        raise ValueError("width, height, num_frames and num_inference_steps are at least 1")
+    px = costs.token_px
+    # Video models compress time by four: 81 frames are 21 latent ones.
+    across = -(-width // px) * -(-height // px) * (1 + (frames - 1) // 4)
+    tokens = int(_number(fields, "tokens") or across)
+    arrival_ms = _number(fields, "arrival_ms")
+    arrival = arrival_ms / 1000 if arrival_ms is not None else _number(fields, "timestamp", "arrival_s")
+    if arrival is None:
+        raise ValueError("arrival_ms (or timestamp, in seconds) is missing")
+    standalone_ms = _number(fields, "standalone_ms")
+    standalone = (
+        standalone_ms / 1000 if standalone_ms is not None else costs.standalone_s(tokens, steps)
+    )
+    deadline_ms, slo_ms = _number(fields, "deadline_ms"), _number(fields, "slo_ms")
+    if deadline_ms is not None:
+        deadline = deadline_ms / 1000
+    elif slo_ms is not None:
+        deadline = arrival + slo_ms / 1000
+    else:
+        deadline = arrival + (_number(fields, "slo_scale") or slo_scale) * standalone
+    on_late = str(fields.get("on_late", "run"))
+    if on_late not in ON_LATE:
+        raise ValueError(f"on_late is {on_late!r}; it is one of {', '.join(ON_LATE)}")
+    named = fields.get("id", fields.get("request_id", default_id))
+    return TraceJob(
+        id=str(named),
+        request_class=str(fields.get("request_class") or f"{width}x{height}"),
+        arrival_s=arrival,
+        deadline_s=deadline,
+        standalone_s=standalone,
+        tokens=tokens,
+        steps=steps,
+        width=width,
+        height=height,
+        num_frames=frames,
+        priority=int(_number(fields, "priority") or 0),
+        on_late=on_late,
+    )
+
+
+def write_trace(path: str | Path, jobs: Iterable[TraceJob]) -> None:
+    """As JSON lines, a job each."""
+    text = "".join(json.dumps(job.to_json()) + "\n" for job in jobs)
+    Path(path).write_text(text, encoding="utf-8")

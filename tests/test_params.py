@@ -1,0 +1,287 @@
+"""Bad input: each kind is refused with the field and the remedy, and touches nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.arena import Arena
+from common.job import JobSpec
+from common.keys import Keys
+from common.params import (
+    MAX_PUSH_BYTES,
+    InvalidRequest,
+    PoolDefaults,
+    accept,
+    content_of,
+    id_of,
+    merge_manifests,
+    read_push,
+)
+from common.stage import DECODE, DENOISE, ENCODE
+from services.coordinator.admission import Admission
+from services.coordinator.effects import call_of
+from services.coordinator.events import Pushed, Refuse, Submit
+from services.costs.model import CostModel
+from tests.fakes import MANIFEST, MANIFESTS, raw_push
+from tests.simulated import Pool
+
+GUIDED: dict[str, Any] = {
+    **MANIFEST,
+    "parameters": {
+        **MANIFEST["parameters"],
+        "guidance_scale": {"type": "float", "default": 4.0, "min": 0.0, "max": 50.0},
+        "negative_prompt": {"type": "str", "default": None, "max_length": 1000},
+        "sigmas": {"type": "list[float]", "nullable": True, "max_length": 100},
+    },
+    "cfg": {"scale": "guidance_scale", "needs": "negative_prompt"},
+}
+
+
+def accepted(raw: dict[bytes, bytes], manifests: dict[str, Any] | None = None) -> JobSpec:
+    return accept(read_push("1000-0", raw), manifests or {"noop": GUIDED}, PoolDefaults())
+
+
+def payload(**fields: Any) -> dict[bytes, bytes]:
+    return {b"payload": msgpack.packb(fields)}
+
+
+BAD: list[tuple[str, dict[bytes, bytes], str, str]] = [
+    ("unknown field", raw_push(prompt="x", widht=64), "widht", "did you mean width?"),
+    ("far-off field", raw_push(prompt="x", colour="red"), "colour", "not a parameter of noop"),
+    ("text for a number", raw_push(prompt="x", width="wide"), "width", "whole number"),
+    ("text in a payload", payload(prompt="x", width="64"), "width", "whole number"),
+    ("number for text", payload(prompt=7), "prompt", "must be text"),
+    ("list for a number", payload(prompt="x", width=[64]), "width", "not list"),
+    ("fraction", raw_push(prompt="x", width="64.5"), "width", "whole number"),
+    ("not a multiple", raw_push(prompt="x", width=33), "width", "32 and 48 are"),
+    ("zero", raw_push(prompt="x", width=0), "width", "must be from 16 to 4096"),
+    ("negative", raw_push(prompt="x", width=-1), "width", "must be from 16 to 4096"),
+    ("enormous", raw_push(prompt="x", width=10**9), "width", "must be from 16 to 4096"),
+    ("beyond 64 bits", {b"payload": b'{"prompt":"x","seed":%d}' % 10**30}, "seed", "too large"),
+    ("no steps", raw_push(prompt="x", num_inference_steps=0), "num_inference_steps", "from 1 to"),
+    ("a million steps", raw_push(prompt="x", steps=10**6), "num_inference_steps", "from 1 to"),
+    ("no prompt", raw_push(width=64), "prompt", "is required"),
+    ("empty prompt", raw_push(prompt=""), "prompt", "must not be empty"),
+    ("blank prompt", raw_push(prompt="  "), "prompt", "must not be empty"),
+    ("long prompt", raw_push(prompt="x" * 100_000), "prompt", "10000 are allowed"),
+    ("NUL", raw_push(prompt="a\0b"), "prompt", "NUL character at 1; remove it"),
+    ("null", payload(prompt=None), "prompt", "must not be null"),
+    ("broken UTF-8", {b"prompt": b"caf\xe9"}, "prompt", "not UTF-8 (byte 3)"),
+    ("broken name", {b"prompt": b"x", b"\xff": b"1"}, "field name", "not UTF-8"),
+    ("half a surrogate", {b"payload": b'{"prompt":"\\ud800"}'}, "prompt", "whole characters"),
+    ("half as a name", {b"payload": b'{"prompt":"x","\\ud800":1}'}, "?", "not a parameter"),
+    ("truncated msgpack", {b"payload": msgpack.packb({"prompt": "x"})[:-1]}, "payload", "neither"),
+    ("truncated JSON", {b"payload": b'{"prompt":"x"'}, "payload", "neither JSON nor msgpack"),
+    ("bottomless JSON", {b"payload": b'{"a":' * 40_000}, "payload", "neither JSON nor msgpack"),
+    ("a list", {b"payload": msgpack.packb([1])}, "payload", "must be a map"),
+    ("an empty payload", {b"payload": b""}, "payload", "neither msgpack nor JSON"),
+    ("payload and fields", {**payload(prompt="x"), b"width": b"64"}, "width", "put it inside"),
+    ("id twice", {**payload(prompt="x", id="a"), b"id": b"b"}, "id", "give it once"),
+    ("huge", raw_push(prompt="x" * (MAX_PUSH_BYTES + 1)), "payload", f"{MAX_PUSH_BYTES} bytes"),
+    ("unknown model", raw_push(prompt="x", model="other"), "model", "served: noop"),
+    ("NaN", raw_push(prompt="x", guidance_scale="nan"), "guidance_scale", "finite number"),
+    ("NaN in JSON", {b"payload": b'{"prompt":"x","guidance_scale":NaN}'}, "guidance_scale", "fin"),
+    ("infinity", raw_push(prompt="x", guidance_scale="inf"), "guidance_scale", "finite number"),
+    ("negative seed", raw_push(prompt="x", seed=-1), "seed", "must be from 0"),
+    ("seed of 64 bits", raw_push(prompt="x", seed=2**63), "seed", "must be from 0"),
+    ("bad size", raw_push(prompt="x", size="big"), "size", '"128x96"'),
+    ("size twice", raw_push(prompt="x", size="64x64", width=64), "size", "one of the two"),
+    ("odd size", raw_push(prompt="x", size="64x33"), "height", "32 and 48 are"),
+    ("a name twice", raw_push(prompt="x", steps=1, num_inference_steps=1), "?steps", "keep one"),
+    ("bad id", raw_push(prompt="x", id="a b"), "id", "letters, digits"),
+    ("empty id", raw_push(prompt="x", id=""), "id", "letters, digits"),
+    ("a coming entry's id", raw_push(prompt="x", id="1001-0"), "id", "add a letter"),
+    ("number as id", payload(prompt="x", id=7), "id", "letters, digits"),
+    ("too many pictures", raw_push(prompt="x", n=5), "n", "must be from 1 to 4"),
+    ("bad choice", raw_push(prompt="x", output_format="bmp"), "output_format", "png, webp, jpeg"),
+    ("bad on_late", raw_push(prompt="x", on_late="cry"), "on_late", "run, drop"),
+    ("bad truth", raw_push(prompt="x", exact="perhaps"), "exact", "true or false"),
+    ("no time", raw_push(prompt="x", slo_ms=0), "slo_ms", "above 0"),
+    ("two deadlines", raw_push(prompt="x", slo_ms=9, deadline_ms=9), "slo_ms", "give one"),
+    ("sigmas of another length", raw_push(prompt="x", sigmas="1,0.5"), "sigmas", "give as many"),
+    ("NaN among sigmas", raw_push(prompt="x", sigmas="nan"), "sigmas", "finite"),
+]
+
+
+@pytest.mark.parametrize(("raw", "field", "remedy"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_is_refused_by_field_and_remedy(
+    raw: dict[bytes, bytes], field: str, remedy: str
+) -> None:
+    """Both stand in the error; a field that came over the wire is shown as far as it can be."""
+    with pytest.raises(InvalidRequest) as caught:
+        accepted(raw)
+    if not field.startswith("?"):
+        assert caught.value.field == field
+    assert str(caught.value).startswith(caught.value.field + ": ")
+    assert remedy in str(caught.value)
+    assert len(str(caught.value)) < 500
+    str(caught.value).encode()
+
+
+def test_what_was_said_is_what_is_used() -> None:
+    """Zero guidance stays zero, unset stays unset, and the defaults are filled in."""
+    spec = accepted(raw_push(prompt=" x ", guidance_scale=0, seed=0))
+    assert spec.params["guidance_scale"] == 0.0
+    assert spec.params["seed"] == 0
+    assert spec.params["prompt"] == " x "
+    assert spec.params["negative_prompt"] is None
+    assert spec.params["width"] == 128
+
+
+def test_other_peoples_names_and_size_are_understood() -> None:
+    spec = accepted(raw_push(prompt="x", steps=3, size="64x32", num_images_per_prompt=2))
+    assert spec.params["num_inference_steps"] == 3
+    assert (spec.params["width"], spec.params["height"]) == (64, 32)
+    assert spec.params["n"] == 2
+
+
+def test_guidance_without_effect_is_said() -> None:
+    spec = accepted(raw_push(prompt="x", guidance_scale=5))
+    assert any("has no effect without negative_prompt" in note for note in spec.notes)
+
+
+def test_payload_and_fields_mean_the_same() -> None:
+    """Typed values and text lead to the same parameters, in JSON as in msgpack."""
+    wanted = accepted(raw_push(prompt="x", width=64, exact="true", seed=3))
+    for packed in (
+        msgpack.packb({"prompt": "x", "width": 64, "exact": True, "seed": 3}),
+        json.dumps({"prompt": "x", "width": 64, "exact": True, "seed": 3}).encode(),
+    ):
+        spec = accepted({b"payload": packed})
+        assert (spec.params, spec.exact) == (wanted.params, wanted.exact)
+
+
+def test_content_is_what_was_said_before_any_default() -> None:
+    """The order of fields and the id do not matter, every value does; a drawn seed does not."""
+    a, b = raw_push(prompt="x", width=64, id="a"), raw_push(id="b", width=64, prompt="x")
+    assert content_of(a) == content_of(b)
+    assert content_of(a) != content_of(raw_push(prompt="x", width=80))
+    assert accepted(raw_push(prompt="x")).content == accepted(raw_push(prompt="x")).content
+
+
+def test_the_arrival_is_the_entrys_own_time() -> None:
+    spec = accepted(raw_push(prompt="x", slo_ms=500))
+    assert spec.arrival_s == 1.0
+    assert spec.deadline_s == 1.5
+    assert spec.id == "1000-0"
+
+
+def test_a_model_is_served_once_all_its_stages_are_there() -> None:
+    """And its parameters are those of all three."""
+    parts = {f"m/{stage}": {"parameters": {stage: {"type": "int"}}} for stage in (ENCODE, DENOISE)}
+    assert merge_manifests(parts) == {}
+    parts[f"m/{DECODE}"] = {"parameters": {DECODE: {"type": "int"}}}
+    assert set(merge_manifests(parts)["m"]["parameters"]) == {ENCODE, DENOISE, DECODE}
+
+
+def test_a_model_must_be_named_where_several_are_served() -> None:
+    several = {"one": MANIFEST, "two": MANIFEST}
+    with pytest.raises(InvalidRequest, match=r"must be given.*one, two"):
+        accepted(raw_push(prompt="x"), several)
+    assert accepted(raw_push(prompt="x", model="two"), several).model == "two"
+
+
+def test_a_scheduler_that_cannot_be_paused_is_refused_by_name() -> None:
+    broken = {**MANIFEST, "scheduler": {"class": "OddOne", "verdict": "refused", "reason": "why"}}
+    with pytest.raises(InvalidRequest, match="OddOne, which cannot be paused: why"):
+        accepted(raw_push(prompt="x"), {"noop": broken})
+
+
+# -- whatever is pushed ------------------------------------------------------------------
+
+names = st.sampled_from(
+    ["prompt", "width", "seed", "steps", "id", "size", "n", "model", "slo_ms", "sigmas", "exact"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+typed = st.dictionaries(names | st.text(), values, max_size=5)
+
+
+def _json(fields: Any) -> bytes:
+    return json.dumps(fields, default=str).encode()
+
+
+def _msgpack(fields: Any) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(fields)
+    except (ValueError, OverflowError):  # it packs neither 65 bits nor half a surrogate
+        return b"\xc1"
+    return packed
+
+
+blobs = st.binary() | typed.map(_json) | typed.map(_msgpack)
+pushes = st.one_of(
+    st.dictionaries(st.binary(max_size=20) | names.map(str.encode), st.binary(), max_size=6),
+    st.dictionaries(names.map(str.encode), st.text(max_size=30).map(str.encode), max_size=6),
+    st.fixed_dictionaries({b"payload": blobs}, optional={b"id": st.binary(max_size=9)}),
+    typed.map(lambda f: {b"payload": _json({"prompt": "x", **f})}),
+    blobs.flatmap(lambda b: st.integers(0, len(b)).map(lambda n: {b"payload": b[:n]})),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(pushes)
+def test_no_bytes_raise_anything_but_invalid_request(raw: dict[bytes, bytes]) -> None:
+    """And what is accepted or refused can be written to Redis."""
+    id_of("1000-0", raw).encode()
+    content_of(raw)
+    try:
+        accepted(raw)
+    except InvalidRequest as error:
+        str(error).encode()
+    admission = Admission(PoolDefaults())
+    logging.disable(logging.CRITICAL)
+    verdict = admission.decide(Pushed("1000-0", raw), MANIFESTS, CostModel(), 0, 0.0)
+    logging.disable(logging.NOTSET)
+    assert isinstance(verdict, Submit | Refuse)
+    if isinstance(verdict, Refuse):
+        assert "please report" not in verdict.error
+    from common.scripts import Transitions, Ttls
+
+    for value in (call := call_of(verdict, Transitions(Keys(), Ttls(), "n:1"), 1.0)).args:
+        assert isinstance(value, bytes | str | int)
+        value.encode() if isinstance(value, str) else None
+    assert call.script in ("submit", "refuse")
+
+
+# -- through Redis -----------------------------------------------------------------------
+
+
+def test_bad_pushes_get_an_answer_and_the_stream_goes_on(
+    redis_client: Any, keys: Keys, arena: Arena
+) -> None:
+    """Every kind is failed under its entry id with its field; no worker sees any; the good push
+    behind them is served."""
+    pool = Pool(redis_client, keys, arena)
+    for kind in (ENCODE, DENOISE, DECODE):
+        pool.add_worker(kind)
+    pool.add_coordinator()
+    pool.let_run(10)
+    seen_by_noop = [b for b in BAD if "guidance" not in b[2] and "sigmas" not in b[2]]
+    entries = [redis_client.xadd(keys.jobs, raw) for _, raw, _, _ in seen_by_noop]
+    good = redis_client.xadd(keys.jobs, raw_push(prompt="x", id="good"))
+    assert good
+    pool.settle()
+    pool.close()
+    for entry, (name, _, field, remedy) in zip(entries, seen_by_noop, strict=True):
+        packed = redis_client.get(keys.result(entry.decode()))
+        assert packed, f"{name} got no answer"
+        result = msgpack.unpackb(packed)
+        assert (result["status"], result["error_code"]) == ("failed", "invalid_request"), name
+        assert remedy in result["error"], name
+        assert field.startswith("?") or result["field"] == field, name
+        assert redis_client.hget(keys.job(entry.decode()), "is_terminal") == b"1"
+    assert msgpack.unpackb(redis_client.get(keys.result("good")))["status"] == "succeeded"
+    assert len(pool.ran_by) == 3  # encode, denoise, decode of the good one
+    assert math.isclose(float(redis_client.hget(keys.job("good"), "progress")), 1.0)
