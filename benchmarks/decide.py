@@ -11,6 +11,7 @@ Deadlines are spread so that about half of those who wait can make theirs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -22,13 +23,14 @@ from common.stage import STAGES
 from services.coordinator import events as ev
 from services.costs.model import CostModel, Shape
 from services.simulator.calibrations import QWEN_SIZES, calibration
-from services.simulator.generate import generate, mean_work_s, MIXES
+from services.simulator.generate import MIXES, generate, mean_work_s
 from services.simulator.simulation import MODEL, Setting, Simulation
 
 RANKS = 8
+LOAD = 1.5  # of arrivals: about as many come as end or are canceled
 COUNTED = (ev.Submitted, ev.Reported, ev.CancelNoted, ev.Tick)
 WARM_UP = 200  # events: the first decision looks at everybody once
-CANCEL_EVERY = 20
+CANCEL_EVERY = 50
 
 
 class Enough(Exception):
@@ -52,7 +54,7 @@ def measure(waiting: int, events: int, policy: str) -> dict[str, Any]:
     ]
     trace += [
         dataclasses.replace(job, arrival_s=job.arrival_s + 1e-3)
-        for job in generate(events, 1.0, costs, ranks=RANKS, seed=4)
+        for job in generate(events, LOAD, costs, ranks=RANKS, seed=4)
     ]
     setting = Setting(
         policy=policy, costs=costs, told=told, denoise=RANKS, encode=2, decode=2, lead_s=0.02,
@@ -88,10 +90,8 @@ def measure(waiting: int, events: int, policy: str) -> dict[str, Any]:
     core.handle = timed  # type: ignore[method-assign]
     gc.collect()
     gc.freeze()
-    try:
+    with contextlib.suppress(Enough):
         simulation.run()
-    except Enough:
-        pass
     took = sorted(1000 * seconds for _, seconds in samples)
     by_kind: dict[str, list[float]] = {}
     for kind, seconds in samples:

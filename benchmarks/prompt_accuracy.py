@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--cfg", type=float, default=1.0, help="true_cfg_scale; 1 means no guidance"
+        "--cfg", type=float, default=2.0, help="true_cfg_scale; 1 means no guidance"
     )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)

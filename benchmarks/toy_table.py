@@ -56,7 +56,9 @@ def cell(policy: str, load: float, ranks: int, jobs: int, seeds: int) -> dict[st
         span += outcome.ended_s
     figures = summary(found, span)
     figures["classes"] = {
-        name: round(100 * summary((j for j in found if j.job.request_class == name), span)["on_time"], 1)
+        name: round(
+            100 * summary((j for j in found if j.job.request_class == name), span)["on_time"], 1
+        )
         for name in ("S", "M", "L")
     }
     return figures
@@ -92,7 +94,9 @@ def main() -> None:
                     f"{100 * c['on_time']:5.1f} ({c['switches_per_job']:.2f})" for c in cells
                 )
                 design = DESIGN.get(policy) if ranks == 1 else None
-                print(f"  {policy:<24} {said}" + (f"   DESIGN {design}" if design else ""), flush=True)
+                print(
+                    f"  {policy:<24} {said}" + (f"   DESIGN {design}" if design else ""), flush=True
+                )
         out["ranks"][str(ranks)] = rows
     if args.json:
         print(json.dumps(out))

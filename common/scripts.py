@@ -62,20 +62,20 @@ class Scripts:
             pipe.execute_command("SCRIPT LOAD", source)
         pipe.execute()
 
-    def run(self, calls: Sequence[Call], commands: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
-        """Run plain `commands`, then `calls`, in order, in one round trip.
+    def run(self, calls: Sequence[Call]) -> list[Any]:
+        """Run `calls` in order, in one round trip.
 
-        Returns the calls' replies; a ResponseError stands in its call's place (the others
+        Returns their replies; a ResponseError stands in its call's place (the others
         were still run). Connection errors are raised, and so is what a node says that is not
         or no longer the one to ask (a failover): the caller repeats the whole.
         """
-        if not calls and not commands:
+        if not calls:
             return []
-        replies = self._send(calls, commands)
+        replies = self._send(calls)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:  # restarted or flushed: all of them failed, none ran
             self.load()
-            again = self._send([calls[i] for i in missing], ())
+            again = self._send([calls[i] for i in missing])
             for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
         return replies
@@ -87,19 +87,17 @@ class Scripts:
             raise reply
         return list(reply)
 
-    def _send(self, calls: Sequence[Call], commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _send(self, calls: Sequence[Call]) -> list[Any]:
         pipe = self._redis.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)
         for call in calls:
             pipe.execute_command(
                 "EVALSHA", SHA[call.script], len(call.keys), *call.keys, *call.args
             )
         replies: list[Any] = pipe.execute(raise_on_error=False)
-        for i, reply in enumerate(replies):
-            if isinstance(reply, ELSEWHERE) or (i < len(commands) and isinstance(reply, Exception)):
+        for reply in replies:
+            if isinstance(reply, ELSEWHERE):
                 raise reply
-        return replies[len(commands) :]
+        return replies
 
 
 def text(value: Any) -> str:
@@ -244,6 +242,10 @@ class Transitions:
             (self.keys.leader, *(self.keys.job(s[0]) for s in standings)),
             (self.nonce, ms(now), *flat),
         )
+
+    def ack(self, reports: Sequence[str]) -> Call:
+        k = self.keys
+        return Call("ack", (k.leader, k.reports), (self.nonce, *reports))
 
     def lead(self, lease_s: float) -> Call:
         return Call("lead", (self.keys.leader,), (self.nonce, ms(lease_s)))

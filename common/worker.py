@@ -36,6 +36,8 @@ log = logging.getLogger("slackwater.worker")
 
 BLOCK_MS = 1000
 SWEEP_S = 60.0
+# With growing pauses, under a second in all.
+FAREWELL_TRIES = 5
 # Errors of a stage are shown to users; a whole traceback goes to the log.
 ERROR_CHARS = 500
 
@@ -149,16 +151,24 @@ class Worker:
         self._pulse.stop()
         self._inbox.stop()
         self._pulse.join(5)  # a beat after the farewell would bring back a worker that is gone
-        try:
-            left = self._scripts.one(self._transitions.leave(self.who.name, tell=True))
-            for packed in left[1:]:
-                self._free_packed(packed)
-        except (RedisError, OSError) as error:
-            log.warning("left without a word: %s", error)
+        self._say_goodbye()
         self._inbox.join(5)
         self._stager.shutdown(wait=True)
         self.stage.close()
         log.info("%s has left", self.who.name)
+
+    def _say_goodbye(self) -> None:
+        """Unregister, and free what nobody has been told to yet. Not worth waiting long for."""
+        outage = Outage(self.who.name)
+        for _ in range(FAREWELL_TRIES):
+            try:
+                left = self._scripts.one(self._transitions.leave(self.who.name, tell=True))
+                for packed in left[1:]:
+                    self._free_packed(packed)
+                return
+            except (RedisError, OSError) as error:
+                outage.failed(error, threading.Event())
+        log.warning("left without a word; its lease will run out")
 
     # -- one task ------------------------------------------------------------------------
 

@@ -29,24 +29,24 @@ CFG: dict[str, Any] = {"true_cfg_scale": 3.0, "negative_prompt": " "}
 
 # name, prompt, width, height, steps, and the rest. The names become ids.
 LONG: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
-    ("long-1", "a large blue star on the left on a yellow background", 256, 256, 90,
+    ("long-1", "a large blue star on the left on a yellow background", 256, 256, 120,
      {"n": 2, **CFG}),
-    ("long-2", "a large red heart above a small white circle on a black background", 256, 256, 90,
-     {"n": 2}),
-    ("long-3", "a large green ring on a pink background", 256, 256, 60, CFG),
+    ("long-2", "a large red heart above a small white circle on a black background", 256, 256, 100,
+     CFG),
+    ("long-3", "a large green ring on a pink background", 256, 256, 90, CFG),
 ]  # fmt: skip
 SHORT: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
-    ("short-1", "a red circle on a blue background", 64, 64, 12, {}),
-    ("short-2", "a small yellow star at the top on a purple background", 128, 128, 16, {}),
-    ("short-3", "a large orange square on a white background", 64, 64, 20, CFG),
-    ("short-4", "a green triangle to the left of a red diamond on a white background", 192, 128, 16,
-     {}),
+    ("short-1", "a large red circle on a blue background", 128, 128, 20, CFG),
+    ("short-2", "a large yellow square on a purple background", 64, 64, 12, {}),
+    ("short-3", "a large orange square on a white background", 128, 128, 24, CFG),
+    ("short-4", "a green triangle to the left of a red diamond on a white background", 192, 128, 20,
+     CFG),
     ("short-5", "a large pink heart on a black background", 128, 128, 20, CFG),
-    ("short-6", "a blue ring above an orange cross on a yellow background", 128, 192, 14, {}),
-    ("short-7", "a large purple diamond on a green background", 96, 96, 15, {"n": 2}),
-    ("short-8", "a small white star at the bottom right on a blue background", 160, 96, 16, CFG),
-    ("short-9", "a black cross on an orange background", 64, 64, 10, {}),
-    ("short-10", "a large yellow circle on the right on a red background", 128, 128, 12, {}),
+    ("short-6", "a blue ring above an orange square on a yellow background", 128, 192, 20, CFG),
+    ("short-7", "a large purple diamond on a green background", 128, 128, 16, {"n": 2, **CFG}),
+    ("short-8", "a white circle on the right on a blue background", 160, 96, 16, CFG),
+    ("short-9", "a large black circle on an orange background", 64, 64, 10, CFG),
+    ("short-10", "a large yellow ring on the right on a red background", 128, 128, 14, {}),
 ]  # fmt: skip
 
 

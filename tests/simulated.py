@@ -178,8 +178,11 @@ class Pool:
         """One actor goes on to its next round trip or step."""
         actor.cut = cut
         actor.step(fate)
-        if actor.killed and any(actor is worker.actor for worker in self.workers):
-            self.lost_workers += 1
+        for worker in self.workers:
+            if worker.actor is actor and actor.done:
+                # Killed, or gone without a word since Redis did not hear it.
+                lost = self.client.sismember(self.keys.workers, worker.who.name)
+                self.lost_workers += bool(lost or actor.killed)
 
     def let_run(
         self,

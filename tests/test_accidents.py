@@ -158,3 +158,20 @@ def test_a_leader_whose_lease_lapsed_reads_the_records_anew(pool: Pool) -> None:
     push(pool, "a")
     pool.settle()
     assert status(pool, "a") == "succeeded"
+
+
+def test_a_former_leader_takes_no_report_from_the_present_one(pool: Pool) -> None:
+    """Both read the stream; only the one that leads may delete what it has read."""
+    push(pool, "a")
+    worker = run_until_denoising(pool)
+    former = pool.coordinators[0]
+    stand_at(pool, former, "XREAD")
+    pool.expire_lead()
+    stand_at(pool, pool.add_coordinator(), "XREAD")
+    stand_at(pool, worker.actor, "EVALSHA")
+    worker.actor.step()
+    former.step()  # reads the report
+    former.step()  # and acts on it
+    assert pool.client.xlen(pool.keys.reports) == 1
+    pool.settle()
+    assert status(pool, "a") == "succeeded"

@@ -158,7 +158,7 @@ def test_a_task_is_handed_over_only_shortly_before_its_rank_is_free() -> None:
     mind = Mind(ahead=9)
     mind.join(ENCODE, DENOISE)
     for i in range(4):
-        mind.run_to_denoise(f"j{i}")
+        mind.run_to_denoise(f"j{i}", num_inference_steps=3)  # one chunk
     denoising = [e for e in mind.log if isinstance(e, ev.Dispatch) and e.stage == DENOISE]
     assert len(denoising) == 1
     mind.tick()

@@ -449,6 +449,23 @@ def test_a_worker_is_announced_once_and_forgotten_wholly(table: Table, keys: Key
     table.redis.delete(keys.reports)
 
 
+def test_only_a_silent_worker_is_forgotten_by_the_leader(table: Table, keys: Keys) -> None:
+    """One that has registered again meanwhile keeps its stream and what is in it."""
+    table.register("w1")
+    table.redis.xadd(keys.tasks("w1"), {"kind": "task", "body": b"x"})
+    assert table.run(table.worker_t.leave("w1", tell=False)) == ["alive"]
+    assert table.redis.xlen(keys.tasks("w1")) == 1
+    table.redis.delete(keys.worker("w1"))
+    assert table.run(table.worker_t.leave("w1", tell=False)) == ["left"]
+    assert not table.redis.exists(keys.tasks("w1"), keys.workers)
+
+
+def test_reports_are_deleted_once_read(table: Table, keys: Keys) -> None:
+    entries = [table.redis.xadd(keys.reports, {"kind": "bye", "worker": "w"}) for _ in range(3)]
+    assert table.run(table.t.ack([entry.decode() for entry in entries[:2]])) == ["acked"]
+    assert [entry for entry, _ in table.redis.xrange(keys.reports)] == entries[2:]
+
+
 def test_a_former_leader_can_change_nothing(table: Table, keys: Keys) -> None:
     """Every script of the leader looks at the lease first."""
     (a,) = denoising(table, "a")
@@ -464,6 +481,7 @@ def test_a_former_leader_can_change_nothing(table: Table, keys: Keys) -> None:
         t.yield_(seq, ["d"]),
         t.void(seq, ["d"], ["a"], "2", 1.0),
         t.cancel("0-1", "a"),
+        t.ack(["0-1"]),
         t.finish("a", "canceled", b"r", [], 1.0),
         t.refresh([("a", "0", "1", "1")], 1.0),
     ):

@@ -40,6 +40,7 @@ FUZZ = float(os.environ.get("SLACKWATER_FUZZ", "0"))
 ENDS = {"succeeded", "failed", "canceled", "expired"}
 NAMES = ["a", "b", "c", "d"]
 MOST_ATTEMPTS = 3
+START_S = 1_700_000_000.0
 
 
 class Impatient(Outage):
@@ -93,6 +94,7 @@ class Slackwater(RuleBasedStateMachine):
         self, policy: str, jobs: list[tuple[str, int]], dice: int, often: float, deaths: int
     ) -> None:
         self.pool = Pool(self.client, KEYS, self.arena, policy)
+        self.pool.now = START_S
         self.at_last = (150, dice, often, deaths)  # goes wrong before all is well again
         for name, (prompt, steps) in zip(NAMES, jobs, strict=False):
             self.push(name, prompt, steps, urgent=False, twice=1)
@@ -104,7 +106,9 @@ class Slackwater(RuleBasedStateMachine):
     # -- clients -------------------------------------------------------------------------
 
     def _push(self, fields: dict[str, str], valid: bool) -> str:
-        entry: str = self.client.xadd(KEYS.jobs, fields).decode()
+        # By the pool's clock, so that a run can be repeated: arrivals decide who is first.
+        entry = f"{int(self.pool.now * 1000)}-{len(self.told.pushes) + 1}"
+        self.client.xadd(KEYS.jobs, fields, id=entry)
         self.told.pushes.append((entry, fields, valid))
         return entry
 

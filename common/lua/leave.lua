@@ -1,7 +1,9 @@
 -- A worker that has handed everything back goes; also what the leader does for a dead one.
 -- KEYS  1 worker hash   2 workers set   3 tasks stream   4 reports stream
 -- ARGV  1 name   2 tell "1"|"0"
--- Reply {"left", body of each free message that nobody has read …}
+-- Reply {"left", body of each free message that nobody has read …} | {"alive"}: the leader believed
+-- it dead, and it has registered again
+if ARGV[2] == '0' and redis.call('EXISTS', KEYS[1]) == 1 then return {'alive'} end
 local reply = {'left'}
 for _, entry in ipairs(redis.call('XRANGE', KEYS[3], '-', '+')) do
   local fields = entry[2]

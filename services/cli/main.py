@@ -19,13 +19,14 @@ COMMANDS = {
     "cancel": ("services.cli.cancel", "cancel jobs"),
     "ps": ("services.cli.ps", "active jobs in queue order, and workers"),
     "scale": ("services.cli.scale", "change the number of workers of a running pool"),
+    "simulate": ("services.cli.simulate", "run a trace through policies, without a machine"),
     "down": ("services.cli.down", "stop a running pool"),
 }
 
 
 def usage() -> str:
     lines = ["usage: slackwater COMMAND …", "", "commands:"]
-    lines += [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
     lines += ["", "`slackwater COMMAND --help` says more; docs/cli.md has everything."]
     return "\n".join(lines)
 

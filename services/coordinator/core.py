@@ -246,6 +246,7 @@ class Core:
             members=(rank.name,),
             jobs=tuple(job.spec.id for job in jobs),
             candidate=candidates[0],
+            stop=stops[0],
             expected_s=expected_s,
             ends_s=rank.free_at(now) + expected_s,
             silent={rank.name},
@@ -269,7 +270,9 @@ class Core:
             rank = self.ranks.get(member)
             if rank is None:
                 continue
-            shown = Running(flight.seq, flight.candidate, flight.ends_s, flight.yielding)
+            shown = Running(
+                flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop
+            )
             if rank.running is None or rank.running.seq == flight.seq:
                 rank.running = shown
             else:

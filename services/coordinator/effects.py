@@ -118,17 +118,23 @@ def _refusal(effect: ev.Refuse, job: str) -> Result:
     )
 
 
+def check_fence(reply: Any) -> None:
+    """Raises Fenced if a script found another leader's nonce, or the error that it ended with."""
+    if isinstance(reply, ResponseError):
+        raise reply
+    if text(reply[0]) == "fenced":
+        raise Fenced("a script found another leader's nonce")
+
+
 def answer_of(effect: ev.Effect, reply: Any) -> ev.Event | None:
     """What the core hears of it. Raises Fenced, OutOfStep, or the ResponseError as it is."""
-    if isinstance(reply, ResponseError):
-        if isinstance(effect, ev.Submit) and (
-            isinstance(reply, OutOfMemoryError) or "OOM" in str(reply)
-        ):
-            return ev.SubmitFailed(effect.spec, "it is at maxmemory")
-        raise reply
+    full = isinstance(reply, OutOfMemoryError) or (
+        isinstance(reply, ResponseError) and "OOM" in str(reply)
+    )
+    if full and isinstance(effect, ev.Submit):
+        return ev.SubmitFailed(effect.spec, "it is at maxmemory")
+    check_fence(reply)
     verdict = text(reply[0])
-    if verdict == "fenced":
-        raise Fenced("a script found another leader's nonce")
     match effect:
         case ev.Submit(spec=spec):
             return ev.Submitted(spec, verdict)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
@@ -22,7 +22,7 @@ from common.messages import MessageError, unpack_report
 from common.scripts import Scripts, Transitions, Ttls, text
 from services.coordinator import events as ev
 from services.coordinator.core import Core
-from services.coordinator.effects import OutOfStep, answer_of, call_of
+from services.coordinator.effects import OutOfStep, answer_of, call_of, check_fence
 from services.coordinator.leader import Fenced, Leadership
 from services.coordinator.records import read_active, read_manifests, read_workers
 
@@ -149,9 +149,7 @@ class Coordinator:
             for event in self._events_of(stream, entry, fields):
                 effects += self.core.handle(event, now)
         effects += self.core.handle(ev.Tick(), now)
-        # The records already hold what a report said, so deleting it first loses nothing.
-        delete = [("XDEL", self.keys.reports, *handled)] if handled else []
-        self._carry_out(effects, delete)
+        self._carry_out(effects, handled)
         return bool(entries)
 
     def _read(self, block_ms: int) -> list[tuple[str, str, dict[bytes, bytes]]]:
@@ -198,17 +196,17 @@ class Coordinator:
         manifests = read_manifests(self.redis, self.keys)
         return [ev.ManifestsRead(manifests), ev.Joined(worker)]
 
-    def _carry_out(
-        self, effects: list[ev.Effect], commands: list[tuple[Any, ...]] | None = None
-    ) -> None:
-        """Run `effects`, tell the core how each went, and go on with what it wants then."""
-        pending = effects
-        before = commands or []
-        while pending or before:
+    def _carry_out(self, effects: list[ev.Effect], handled: Sequence[str] = ()) -> None:
+        """Delete the reports that were `handled`, run `effects`, tell the core how each went, and
+        go on with what it wants then."""
+        pending, acks = effects, [self.transitions.ack(handled)] if handled else []
+        while pending or acks:
             now = self.clock()
             calls = [call_of(effect, self.transitions, now) for effect in pending]
-            replies = self.scripts.run(calls, before)
-            before = []
+            replies = self.scripts.run([*acks, *calls])
+            if acks:
+                check_fence(replies.pop(0))
+                acks = []
             now = self.clock()
             following: list[ev.Effect] = []
             changed = False

@@ -102,6 +102,7 @@ class Flight:
     candidate: Candidate
     expected_s: float  # how long it should run
     ends_s: float = 0.0
+    stop: int = 0  # the step before which its first row's chunk ends
     yielding: bool = False
     voiding: bool = False
     silent: set[str] = field(default_factory=set)  # members that have yet to report

@@ -129,6 +129,16 @@ class Policy(Protocol):
         """Waiting jobs, the next first: what a queue position means."""
 
 
+def unfinished(rank: Rank) -> Candidate | None:
+    """The job that runs there if its chunk leaves steps to do. It cannot be queued again before
+    it reports; where it goes first, the next hand-over waits for that, since a switch and a
+    switch back cost more than a round trip."""
+    running = rank.running
+    if running is not None and 0 < running.stop < running.candidate.steps:
+        return running.candidate
+    return None
+
+
 # A packed task's message must stay well under 8 kB (common/messages.py).
 MOST_ROWS = 12
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from common.stage import DENOISE, ENCODE, STAGES
-from services.policies.base import Candidate, Decision, Rank, Run, View, pack
+from services.policies.base import Candidate, Decision, Rank, Run, View, pack, unfinished
 from services.policies.index import Index
 
 
@@ -32,7 +32,10 @@ class Fcfs:
             if rank.stage == ENCODE and self._enough_encoded(view):
                 continue
             first = self._next(rank, rank.models, taken)
-            if first is not None:
+            running = unfinished(rank)
+            if first is not None and running is not None and running.arrival_s <= first.arrival_s:
+                taken.discard(first.job)
+            elif first is not None:
                 rows = pack(first, view, partial(self._next, rank, (first.model,), taken, True))
                 decisions.append(Run(rank.name, rows))
         return decisions

@@ -123,7 +123,7 @@ class Keeping:
         size = left / 2.0 ** max(-MOST_PRIORITY, min(MOST_PRIORITY, candidate.priority))
         left = left + terms.switch_s if left > 1e-9 else 0.0
         load = left / terms.ranks
-        limit = due + terms.error * candidate.remaining_s - (left - load)
+        limit = due + terms.error * candidate.remaining_s
         return due, limit, load, size
 
     def _put(self, candidate: Candidate, spent_s: float) -> None:

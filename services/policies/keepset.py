@@ -6,8 +6,8 @@ job among those is dropped, since that makes most room for the price of one. Wha
 largest set that fits. Kept up to date job by job rather than computed anew: blocks of a sorted
 list, and over the blocks a tree of sums, so that a change costs about log n.
 
-With m ranks a job's load is its work / m, and it must begin a whole work before it is due:
-whoever runs first-come in this order begins no later than the loads before it add up to.
+With m ranks a job's load is its work / m, as if work could be shared out evenly. That a job must
+also begin a whole work before it is due was tried as well: it dropped more than it had to.
 """
 
 from __future__ import annotations
@@ -146,11 +146,10 @@ class KeepSet:
                 node += 1
         number = node - self._leaves
         block = self._blocks[number]
-        at = 0
-        for at, (limit, load) in enumerate(zip(block.limits, block.loads, strict=True)):
-            before += load
-            if limit - before < clock_s:
-                break
+        sums = accumulate(block.loads, initial=before)
+        next(sums)
+        spares = map(sub, block.limits, sums)
+        at = next((i for i, spare in enumerate(spares) if spare < clock_s), len(block.keys) - 1)
         if block.limits[at] - block.loads[at] < clock_s:
             job = block.keys[at][1]
         else:

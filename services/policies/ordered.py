@@ -15,7 +15,17 @@ from itertools import chain
 from typing import Literal
 
 from common.stage import DENOISE, ENCODE, STAGES
-from services.policies.base import Candidate, Decision, Doomed, Rank, Run, View, cost_s, pack
+from services.policies.base import (
+    Candidate,
+    Decision,
+    Doomed,
+    Rank,
+    Run,
+    View,
+    cost_s,
+    pack,
+    unfinished,
+)
 from services.policies.index import Index
 
 Key = Callable[[Candidate], float]
@@ -37,7 +47,10 @@ class Rule:
         return Ordered(self)
 
     def doomed_last(self) -> Ordered:
-        return Ordered(replace(self, name=f"{self.name}-doomed-last"), doomed_last=True)
+        """The fair comparison; of "step" it keeps the order but not the thrashing."""
+        chunk = "chunk" if self.chunk == "step" else self.chunk
+        name = f"{self.name}-doomed-last"
+        return Ordered(replace(self, name=name, chunk=chunk), doomed_last=True)
 
 
 class Ordered:
@@ -137,13 +150,9 @@ class Ordered:
             decisions.append(Doomed(candidate.job))
 
     def _continues(self, rank: Rank, first: Candidate) -> bool:
-        """Whether the job that runs there has steps left and goes before `first`: its next chunk
-        is worth the wait for its report, since a switch costs more."""
-        running = rank.running
-        if running is None or running.candidate.stage != DENOISE or rank.stage != DENOISE:
-            return False
-        task = running.candidate
-        if not 0 < running.stop < task.steps:
+        """Whether the job that runs there goes on and comes before `first`."""
+        task = unfinished(rank)
+        if task is None:
             return False
         if task.doomed != first.doomed and self._doomed_last:
             return first.doomed

@@ -29,14 +29,16 @@ from services.policies.base import (
     chunk_stop,
     cost_s,
     pack,
+    unfinished,
 )
 from services.policies.index import AgedIndex, Index
 from services.policies.keeping import Keeping, is_late
 
 # What jobs that are not kept get of a stage's time while others wait that can make it.
 DOOMED_SHARE = 0.05
-# Chunks run while nobody else waited are set off against later turns, so many at most.
-CREDIT_CHUNKS = 40
+# What they got while nobody else waited is set off against later turns: so many chunks a rank at
+# most. Turns given on top of that cost 0.5 to 2 % of the jobs their deadlines (docs/scheduling.md).
+CREDIT_CHUNKS = 100
 # Of their turns every so manieth goes to the one that has waited longest.
 OLDEST_EVERY = 8
 # Encoded jobs per denoiser whatever their length.
@@ -136,7 +138,9 @@ class Slack:
         stage = candidate.stage
         if candidate.job in self._out[stage]:
             # What they got while nobody else waited counts as well, up to a limit.
-            self._owed_s[stage] = max(self._owed_s[stage] - cost, -CREDIT_CHUNKS * cost)
+            ranks = len(view.by_stage.get(stage, ()))
+            most = CREDIT_CHUNKS * ranks * cost
+            self._owed_s[stage] = max(self._owed_s[stage] - cost, -most)
             self._turns[stage] += 1
         elif self._out[stage]:
             self._owed_s[stage] += DOOMED_SHARE / (1 - DOOMED_SHARE) * cost
@@ -212,14 +216,16 @@ class Slack:
         return count >= MOST_AHEAD * denoisers
 
     def _continues(self, rank: Rank, following: Candidate, now: float, view: View) -> bool:
-        """Whether the job that runs there has steps left and goes before `following`: waiting
-        for its report costs less than a switch and a switch back."""
-        running = rank.running
-        if running is None or not 0 < running.stop < running.candidate.steps:
+        """Whether the job that runs there goes on and comes before `following`."""
+        task = unfinished(rank)
+        if task is None:
             return False
-        if following.job in self._out[following.stage]:
-            return not self._is_out(running.candidate, now, view)
-        return not self._precedes(following, running.candidate, now, view)
+        if following.job not in self._out[following.stage]:
+            return not self._precedes(following, task, now, view)
+        if self._is_out(task, now, view):
+            return task.remaining_s <= following.remaining_s
+        cost = cost_s(following, chunk_stop(following, view.chunk_s))
+        return self._owed_s[following.stage] < cost  # unless it is their turn
 
     def _is_out(self, candidate: Candidate, now: float, view: View) -> bool:
         return candidate.job in self._keeping.dropped or is_late(candidate, now, view)

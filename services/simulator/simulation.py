@@ -183,7 +183,9 @@ class Simulation:
             record.chunks += 1
             record.last_seen_s = now
             rows.append(
-                ReportRow(part.job, step, after, seconds=seconds, step_s=part.step_s if steps else 0.0)
+                ReportRow(
+                    part.job, step, after, seconds=seconds, step_s=part.step_s if steps else 0.0
+                )
             )
             accepted.append(record.status == "waiting")
             if self.setting.timeline:
@@ -244,6 +246,9 @@ def core_of(setting: Setting) -> Core:
     admission = Admission(PoolDefaults(), max_jobs=10**9)
     core = Core(make_policy(setting.policy), costs, admission, view)
     core._refreshed = math.inf  # nobody reads standings here
+    if setting.lead_s == -math.inf:
+        # Nothing is handed over ahead of time, so that there is nothing to wake up for.
+        core._set_alarm = lambda now: None  # type: ignore[method-assign]
     return core
 
 

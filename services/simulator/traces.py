@@ -68,9 +68,7 @@ def read_trace(path: str | Path, costs: Calibration, slo_scale: float = 3.0) -> 
     return parse_trace(text.splitlines(), costs, slo_scale)
 
 
-def parse_trace(
-    lines: Iterable[str], costs: Calibration, slo_scale: float = 3.0
-) -> list[TraceJob]:
+def parse_trace(lines: Iterable[str], costs: Calibration, slo_scale: float = 3.0) -> list[TraceJob]:
     jobs: list[TraceJob] = []
     seen: set[str] = set()
     for number, line in enumerate(lines, 1):
@@ -125,7 +123,9 @@ def job_of(
     across = -(-width // px) * -(-height // px) * (1 + (frames - 1) // 4)
     tokens = int(_number(fields, "tokens") or across)
     arrival_ms = _number(fields, "arrival_ms")
-    arrival = arrival_ms / 1000 if arrival_ms is not None else _number(fields, "timestamp", "arrival_s")
+    arrival = (
+        arrival_ms / 1000 if arrival_ms is not None else _number(fields, "timestamp", "arrival_s")
+    )
     if arrival is None:
         raise ValueError("arrival_ms (or timestamp, in seconds) is missing")
     standalone_ms = _number(fields, "standalone_ms")

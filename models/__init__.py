@@ -1,0 +1,1 @@
+"""Bundled models and the code that trains them."""

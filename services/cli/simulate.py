@@ -1,0 +1,108 @@
+"""Run a trace through policies without a machine: slackwater simulate TRACE --policy slack,edf
+
+TRACE is a file of JSON lines or of Request(…) lines, or poisson, bursty or phases for a made-up
+one. Prints a row a class and policy; --json everything, with --jobs every job, with --timeline
+every chunk. docs/simulator.md says what is simulated and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from services.cli import terminal
+from services.cli.terminal import Exit, fail, print_json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a file, or poisson, bursty or phases")
+    parser.add_argument(
+        "--policy", default="slack", metavar="A,B,…", help="policies to compare (default: slack)"
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="denoise ranks")
+    parser.add_argument("--encoders", type=int, metavar="N", help="default: one for 16 ranks")
+    parser.add_argument("--decoders", type=int, metavar="N", help="default: one for 16 ranks")
+    parser.add_argument(
+        "--costs",
+        default="h20-qwen-image",
+        metavar="NAME",
+        help="a calibration (docs/simulator.md)",
+    )
+    parser.add_argument("--chunk-ms", type=float, default=600, metavar="MS")
+    parser.add_argument("--switch-ms", type=float, default=15, metavar="MS", help="a change of job")
+    parser.add_argument(
+        "--dispatch-ms", type=float, default=0, metavar="MS", help="every hand-over"
+    )
+    parser.add_argument(
+        "--lead-ms", type=float, metavar="MS",
+        help="hand a task over this long before its rank is free (default: when it is free)",
+    )  # fmt: skip
+    parser.add_argument("--jitter", type=float, default=0.01, help="of a task's speed (0.01)")
+    parser.add_argument("--slo-scale", type=float, default=3.0, help="deadline where none is given")
+    parser.add_argument("--load", type=float, default=0.9, help="of a made-up trace")
+    parser.add_argument("--count", type=int, default=1000, help="jobs of a made-up trace")
+    parser.add_argument("--mix", default="images", help="of a made-up trace: images or toy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", action="store_true", help="with --json: every job")
+    parser.add_argument("--timeline", action="store_true", help="with --json: every chunk")
+    terminal.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import math
+
+    from services.simulator.calibrations import calibration
+    from services.simulator.generate import ARRIVALS, generate
+    from services.simulator.pool import Overheads
+    from services.simulator.report import chunk_lines, job_lines, report, table
+    from services.simulator.simulation import Setting, simulate
+    from services.simulator.traces import TraceError, read_trace
+
+    policies = [name for name in args.policy.split(",") if name]
+    if min(args.ranks, args.encoders or 1, args.decoders or 1) < 1:
+        fail("--ranks, --encoders and --decoders are at least 1")
+        return Exit.USAGE
+    side = max(1, args.ranks // 16)
+    try:
+        costs = calibration(args.costs)
+        if args.trace in ARRIVALS:
+            trace = generate(
+                args.count, args.load, costs,
+                mix=args.mix, arrivals=args.trace, ranks=args.ranks, seed=args.seed,
+                slo_scale=args.slo_scale,
+            )  # fmt: skip
+        else:
+            trace = read_trace(args.trace, costs, args.slo_scale)
+        settings = [
+            Setting(
+                policy=name,
+                costs=costs,
+                denoise=args.ranks,
+                encode=args.encoders or side,
+                decode=args.decoders or side,
+                overheads=Overheads(args.dispatch_ms / 1000, args.switch_ms / 1000, 0, args.jitter),
+                chunk_s=args.chunk_ms / 1000,
+                lead_s=-math.inf if args.lead_ms is None else args.lead_ms / 1000,
+                switch_s=args.switch_ms / 1000,
+                seed=args.seed,
+                timeline=args.timeline,
+            )
+            for name in policies
+        ]
+        reports: list[dict[str, Any]] = []
+        for setting in settings:
+            outcome = simulate(trace, setting)
+            reports.append(report(outcome))
+            if args.jobs:
+                reports[-1]["jobs"] = job_lines(outcome)
+            if args.timeline:
+                reports[-1]["timeline"] = chunk_lines(outcome)
+    except (TraceError, ValueError, OSError) as error:
+        fail(str(error))
+        return Exit.USAGE
+    if args.json:
+        print_json({"trace": args.trace, "jobs": len(trace), "costs": costs.name, "runs": reports})
+    else:
+        print(f"{len(trace)} jobs, {args.ranks} ranks, costs {costs.name}: {costs.source}\n")
+        print(table(reports))
+    return Exit.OK

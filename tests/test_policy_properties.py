@@ -1,0 +1,192 @@
+"""What every policy keeps to, over random traces, pools and overheads in the simulator."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.stage import DECODE, DENOISE, ENCODE
+from services.coordinator import events as ev
+from services.policies import POLICIES, keepset
+from services.policies.keepset import KeepSet
+from services.simulator.calibrations import Calibration, calibration, flat
+from services.simulator.outcome import Chunk, Outcome
+from services.simulator.pool import Overheads
+from services.simulator.simulation import Setting, Simulation
+from services.simulator.traces import TraceJob
+
+FLAT = Calibration(
+    "flat", "a second a step at 1,000 tokens", lambda n: n / 1000, flat(0.3), flat(0.2)
+)
+NEVER_AHEAD = -float("inf")
+
+
+class Watched(Simulation):
+    """After every moment: nobody idles beside work that it could do."""
+
+    def _carry_out(self, effects: list[ev.Effect], now: float) -> None:
+        super()._carry_out(effects, now)
+        waiting = {job.stage for job in self.core.jobs.values() if not (job.seq or job.ending)}
+        idle = {w.stage for w in self.workers.all.values() if w.running is None}
+        if self._heard:  # a report is on its way
+            return
+        assert not (DENOISE in waiting and DENOISE in idle), "an idle denoiser beside ready work"
+        assert not (DECODE in waiting and DECODE in idle), "an idle decoder beside ready work"
+        if {ENCODE, DENOISE} <= idle:
+            assert ENCODE not in waiting, "nobody encodes for an idle denoiser"
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TraceJob]:
+    jobs = []
+    now = 0.0
+    for number in range(draw(st.integers(1, 12))):
+        now += draw(st.sampled_from([0.0, 0.0, 0.7, 3.0, 20.0]))
+        steps = draw(st.integers(1, 9))
+        tokens = draw(st.sampled_from([50, 200, 1000, 2500]))
+        alone = FLAT.standalone_s(tokens, steps)
+        due = now + alone * draw(st.sampled_from([0.5, 1.0, 1.5, 3.0, 10.0]))
+        jobs.append(
+            TraceJob(
+                f"j{number:02}", "any", now, due, alone, tokens, steps,
+                priority=draw(st.sampled_from([0, 0, 0, 3, -5])),
+                on_late=draw(st.sampled_from(["run", "run", "drop"])),
+            )
+        )  # fmt: skip
+    return jobs
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Setting:
+    return Setting(
+        policy=draw(st.sampled_from(sorted(POLICIES))),
+        costs=FLAT,
+        denoise=draw(st.integers(1, 3)),
+        encode=draw(st.integers(1, 2)),
+        overheads=Overheads(
+            dispatch_s=draw(st.sampled_from([0.0, 0.01])),
+            switch_s=draw(st.sampled_from([0.0, 0.2])),
+            report_s=draw(st.sampled_from([0.0, 0.02])),
+            jitter=draw(st.sampled_from([0.0, 0.1])),
+        ),
+        lead_s=draw(st.sampled_from([NEVER_AHEAD, 0.0, 0.5])),
+        chunk_s=draw(st.sampled_from([0.6, 3.0, 60.0])),
+        pack_s=draw(st.sampled_from([0.0, 0.5])),
+        error=draw(st.sampled_from([0.0, 0.05])),
+        timeline=True,
+    )
+
+
+def check(outcome: Outcome) -> None:
+    by_rank: dict[str, list[Chunk]] = {}
+    by_job: dict[str, list[Chunk]] = {}
+    for chunk in outcome.chunks:
+        by_rank.setdefault(chunk.rank, []).append(chunk)
+        by_job.setdefault(chunk.job, []).append(chunk)
+    for chunks in by_rank.values():
+        chunks.sort(key=lambda c: (c.start_s, c.end_s))
+        for first, second in itertools.pairwise(chunks):
+            assert first.end_s <= second.start_s + 1e-6 or first.end_s == second.end_s
+    for name, record in outcome.jobs.items():
+        assert record.status in ("succeeded", "expired"), name
+        assert record.status == "succeeded" or record.job.on_late == "drop"
+        step = 0
+        steps = [c for c in by_job.get(name, []) if c.stage == DENOISE]
+        for chunk in sorted(steps, key=lambda c: c.start_s):
+            assert chunk.start == step, f"{name}: step {chunk.start} follows {step}"
+            step = chunk.stop
+        if record.succeeded:
+            assert step == record.steps_run == record.job.steps
+            stages = [c.stage for c in by_job[name]]
+            assert stages.count(ENCODE) == stages.count(DECODE) == 1
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traces(), pools())
+def test_no_step_is_run_twice_or_skipped_and_nobody_idles_beside_work(
+    trace: list[TraceJob], pool: Setting
+) -> None:
+    """Never a task on a rank that has one queued (the simulated worker would refuse it), every
+    job ends, its steps follow each other, and the same events lead to the same decisions."""
+    outcome = Watched(trace, pool).run()
+    check(outcome)
+    again = Simulation(trace, pool).run()
+    assert again.chunks == outcome.chunks
+    assert {n: j.finished_s for n, j in again.jobs.items()} == {
+        n: j.finished_s for n, j in outcome.jobs.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_keep_set_is_what_a_plain_walk_would_find(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and tree agree with a sorted list, through splits and emptied blocks."""
+    monkeypatch.setattr(keepset, "MOST", 6)
+    rng = random.Random(seed)
+    kept, plain = KeepSet(), {}
+
+    def spare(entries: list[tuple[float, str, float, float, float]]) -> float:
+        total, least = 0.0, float("inf")
+        for _, _, limit, load, _ in entries:
+            total += load
+            least = min(least, limit - total)
+        return least
+
+    for _ in range(250):
+        grow = rng.random()
+        job = f"j{rng.randrange(120)}"
+        if grow < 0.65:
+            entry = (rng.uniform(0, 100), rng.uniform(0, 150), rng.uniform(0, 3), rng.random())
+            kept.put(job, *entry)
+            plain[job] = entry
+        else:
+            kept.discard(job)
+            plain.pop(job, None)
+        order = sorted((due, j, lim, load, size) for j, (due, lim, load, size) in plain.items())
+        assert kept.spare_s == pytest.approx(spare(order))
+        clock = rng.uniform(-80, 60)
+        new = (rng.uniform(0, 100), "new", rng.uniform(0, 150), rng.uniform(0, 3), 0.0)
+        if spare(order) >= clock:
+            fits = spare(sorted([*order, new])) >= clock
+            assert kept.fits("new", new[0], new[2], new[3], clock) == fits
+        elif rng.random() < 0.4:
+            total = 0.0
+            for at, (_, name, limit, load, _) in enumerate(order):  # noqa: B007
+                total += load
+                if limit - total < clock:
+                    break
+            evicted = kept.evict(clock)
+            assert evicted is not None
+            if limit - load < clock:
+                assert evicted == name
+            else:
+                assert plain[evicted][3] == max(size for *_, size in order[: at + 1])
+            del plain[evicted]
+    assert len(kept) == len(plain)
+
+
+@pytest.mark.parametrize("load", [0.9, 1.4])
+def test_slack_is_the_best_of_them_on_the_table_of_the_design(load: float) -> None:
+    """One seed of DESIGN.md §4's table, shortened."""
+    from services.simulator.generate import generate
+    from services.simulator.report import summary
+    from services.simulator.simulation import simulate
+
+    toy = calibration("toy")
+    trace = generate(400, load, toy, seed=5)
+    shares, switches = {}, {}
+    for policy in ("fcfs", "edf", "srtf", "slack"):
+        setting = Setting(
+            policy, costs=toy, overheads=Overheads(switch_s=0.015, jitter=0.0), error=0.0
+        )
+        figures = summary(simulate(trace, setting).jobs.values(), 1.0)
+        shares[policy], switches[policy] = figures["on_time"], figures["switches_per_job"]
+    assert max(shares, key=lambda name: shares[name]) == "slack"
+    assert shares["slack"] > shares["srtf"] + 0.02
+    assert shares["slack"] > shares["fcfs"] + 0.4
+    assert switches["slack"] <= 2.0
