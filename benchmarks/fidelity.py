@@ -3,10 +3,10 @@
 `python -m benchmarks.fidelity [--jobs N] [--seed S] [--json]`
 
 Random jobs (size, steps, seed, pictures, guidance) run in exact mode on the bundled model, cut
-into chunks of a few steps, on three denoise workers of which one leaves its states in Redis,
-the others in the arena. All jobs are in flight at once, so they are interrupted by each other, resumed
-from device, arena and Redis, and moved between processes. The oracle is `QwenImagePipeline.__call__`
-in a process of its own with one thread; prompts go in, pixels are compared.
+into chunks of a few steps, on three denoise workers of which one leaves its states in Redis, the
+others in the arena. All jobs are in flight at once, so they are interrupted by each other, resumed
+from device, arena and Redis, and moved between processes. The oracle is diffusers' own
+`QwenImagePipeline.__call__` in a process with one thread; prompts go in, pixels are compared.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def main() -> None:
         "bit_identical": identical,
         "chunks": chunks,
         "interruptions": chunks - len(jobs),
-        "moves_between_processes": sum(
-            a != b for path in workers for a, b in pairwise(path)
-        ),
+        "moves_between_processes": sum(a != b for path in workers for a, b in pairwise(path)),
         "denoise_workers": len({worker for path in workers for worker in path}),
         "handles": dict(kinds),
     }

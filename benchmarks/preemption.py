@@ -139,9 +139,7 @@ def measure(client: Any, n: int, rng: random.Random) -> dict[str, float]:
             background = client.submit(prompt="background", slo_ms=3_600_000, **BACKGROUND)
             wait_for_steps(background)
         time.sleep(rng.uniform(0.05, 0.35))
-        urgent = client.submit(
-            id=f"urgent-{i}", prompt=f"a red circle {i}", slo_ms=1_000, **URGENT
-        )
+        urgent = client.submit(id=f"urgent-{i}", prompt=f"a red circle {i}", slo_ms=1_000, **URGENT)
         urgent.wait()
         for event in urgent.events():
             if event.type == "chunk" and event.next == "denoise":
