@@ -235,6 +235,18 @@ SYSTEMS = {"slackwater": slackwater, "celery_chain": celery, "taskiq_streams": t
 
 
 def measure(name: str, jobs: int, tag: str) -> dict[str, Load]:
+    """One system once, in a process of its own: the peers keep connections in their modules."""
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.control_plane", "--child", name, str(jobs), tag],
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    loads = json.loads(child.stdout.splitlines()[-1])
+    return {which: Load(**fields) for which, fields in loads.items()}
+
+
+def measure_here(name: str, jobs: int, tag: str) -> dict[str, Load]:
     with ExitStack() as stack:
         url = stack.enter_context(redis_server())
         client = redis.Redis.from_url(url, protocol=2)
@@ -246,6 +258,10 @@ def measure(name: str, jobs: int, tag: str) -> dict[str, Load]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        loads = measure_here(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+        print(json.dumps({which: load.__dict__ for which, load in loads.items()}))
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
