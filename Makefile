@@ -32,7 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,dev]'
 	touch $@
 
-# What the benchmarks compare with: Celery, taskiq, docket; scipy.
+# What the benchmarks compare with: Celery, taskiq, docket.
 setup-bench: $(VENV)/.ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,dev,bench]'
 

@@ -75,10 +75,10 @@ def main() -> int:
     args = parser.parse_args()
     overrides: dict[str, Any] = {"noop": args.noop}
     settings = Settings(**overrides)
-    print(f"starting Redis, a coordinator, an encoder, {args.denoisers} denoisers, a decoder …")
+    print(f"starting Redis, a coordinator, an encoder, {args.denoisers} denoisers, two decoders …")
     began = time.monotonic()
     try:
-        with LocalPool(denoisers=args.denoisers, settings=settings, say=print) as pool:
+        with LocalPool(denoisers=args.denoisers, decoders=2, settings=settings, say=print) as pool:
             print(f"ready after {time.monotonic() - began:.1f} s; Redis at {pool.redis_url}")
             with pool.client() as client:
                 ended = demonstrate(client, args.out)
