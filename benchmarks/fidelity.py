@@ -3,8 +3,9 @@
 `python -m benchmarks.fidelity [--jobs N] [--seed S] [--json]`
 
 Random jobs (size, steps, seed, pictures, guidance) run in exact mode on the bundled model, cut
-into chunks of a few steps, on three denoise workers of which one leaves its states in Redis, the
-others in the arena. All jobs are in flight at once, so they are interrupted by each other, resumed
+into chunks of a few steps, on three denoise workers: one keeps jobs on its device and writes
+through to the arena, one reads every state back from the arena, one from Redis. All jobs are in
+flight at once under the policy that switches most, so they are interrupted by each other, resumed
 from device, arena and Redis, and moved between processes. The oracle is diffusers' own
 `QwenImagePipeline.__call__` in a process with one thread; prompts go in, pixels are compared.
 """
@@ -62,10 +63,13 @@ def main() -> None:
     from services.pool.local import LocalPool
 
     jobs = random_jobs(options.jobs, options.seed)
-    settings = Settings(chunk_ms=60, pack_ms=0, encode_ahead=8)
+    settings = Settings(policy="least_slack", chunk_ms=60, pack_ms=0, encode_ahead=8)
     with (
-        LocalPool(denoisers=2, settings=settings) as pool,
-        extra_worker(pool, "denoise_svc", SLACKWATER_STATES="redis"),
+        LocalPool(denoisers=1, settings=settings) as pool,
+        extra_worker(pool, "denoise_svc", SLACKWATER_DEVICE_CACHE_BYTES="0"),
+        extra_worker(
+            pool, "denoise_svc", SLACKWATER_DEVICE_CACHE_BYTES="0", SLACKWATER_STATES="redis"
+        ),
     ):
         client = pool.client()
         handles = [client.submit(**job, slo_ms=600_000) for job in jobs]

@@ -213,7 +213,6 @@ def test_simulate_says_what_it_cannot_do(
 
 def test_the_bound_counts_what_any_schedule_could_finish() -> None:
     """Three jobs of 4 s due at 8.75 s: two fit; on two ranks all three."""
-    pytest.importorskip("scipy")
     from benchmarks.bound import bound
 
     trace = [job(name, due=8.75) for name in "abc"]
