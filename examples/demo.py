@@ -29,9 +29,9 @@ CFG: dict[str, Any] = {"true_cfg_scale": 3.0, "negative_prompt": " "}
 
 # name, prompt, width, height, steps, and the rest. The names become ids.
 LONG: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
-    ("long-1", "a large blue star on the left on a yellow background", 256, 256, 120,
+    ("long-1", "a large blue square on the left on a yellow background", 256, 256, 120,
      {"n": 2, **CFG}),
-    ("long-2", "a large red heart above a small white circle on a black background", 256, 256, 100,
+    ("long-2", "a large red circle above a small white square on a black background", 256, 256, 100,
      CFG),
     ("long-3", "a large green ring on a pink background", 256, 256, 90, CFG),
 ]  # fmt: skip
