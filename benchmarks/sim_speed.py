@@ -2,8 +2,9 @@
 
 `python -m benchmarks.sim_speed [--jobs N] [--ranks N] [--load L] [--chunk-s S] [--json]`
 
-The mix of DESIGN.md §4 in chunks of two seconds, with encode and decode stages. CPU time stands
-beside the wall clock's, since the machine may be shared. Making the trace is not counted.
+The mix of the one-server table (docs/scheduling.md) in chunks of two seconds, with encode and
+decode stages. CPU time stands beside the wall clock's, since the machine may be shared. Making
+the trace is not counted.
 """
 
 from __future__ import annotations

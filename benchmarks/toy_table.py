@@ -1,10 +1,10 @@
-"""The one-server table of DESIGN.md §4, from the simulator.
+"""The one-server table of docs/scheduling.md, from the simulator.
 
 `python -m benchmarks.toy_table [--ranks N …] [--policies A,B] [--jobs N] [--seeds N] [--json]`
 
 155 / 605 / 1557 ms a step × 20 steps in a mix of 0.6 / 0.3 / 0.1, Poisson, deadline 3 × alone,
 15 ms a switch, chunks of 600 ms, costs known exactly. Per cell: share on time in percent (mean of
-the seeds), and switches a job. The mix is stratified, DESIGN.md's probably was not.
+the seeds), and switches a job. The mix is stratified, the prototype's probably was not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOADS = (0.7, 0.9, 1.1, 1.4)
 SWITCH_S = 0.015
 POLICIES = ("monolithic", "fcfs", "sjf", "edf", "least_slack", "srtf", "srtf-doomed-last",
             "least_slack-doomed-last", "edf-doomed-last", "slack")  # fmt: skip
-# DESIGN.md §4, one rank.
-DESIGN = {
+# What the prototype simulation gave, before this code was written; one rank.
+PROTOTYPE = {
     "fcfs": (58.8, 30.7, 2.2, 0.8),
     "edf": (90.3, 55.6, 4.6, 1.7),
     "least_slack": (85.0, 45.0, 3.2, 1.5),
@@ -87,15 +87,16 @@ def main() -> None:
                 "longest_without_a_step_s": [round(c["longest_without_a_step_s"]) for c in cells],
                 "classes": [c["classes"] for c in cells],
             }
-            if ranks == 1 and policy in DESIGN:
-                rows[policy]["design_percent"] = DESIGN[policy]
+            if ranks == 1 and policy in PROTOTYPE:
+                rows[policy]["prototype_percent"] = PROTOTYPE[policy]
             if not args.json:
                 said = "  ".join(
                     f"{100 * c['on_time']:5.1f} ({c['switches_per_job']:.2f})" for c in cells
                 )
-                design = DESIGN.get(policy) if ranks == 1 else None
+                design = PROTOTYPE.get(policy) if ranks == 1 else None
                 print(
-                    f"  {policy:<24} {said}" + (f"   DESIGN {design}" if design else ""), flush=True
+                    f"  {policy:<24} {said}" + (f"   prototype {design}" if design else ""),
+                    flush=True,
                 )
         out["ranks"][str(ranks)] = rows
     if args.json:

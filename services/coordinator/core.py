@@ -14,7 +14,7 @@ from typing import Any
 from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import MessageError, unpack_handles
-from common.stage import ENCODE
+from common.stage import DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission
 from services.coordinator.recovery import recover
@@ -43,6 +43,8 @@ from services.policies.base import (
 
 Effects = list[ev.Effect]
 REFRESH_S = 1.0
+# A policy that names ended jobs again and again must not keep the core for ever.
+MOST_PLANS = 8
 # Workers asked in turn to free an ended job's state; more than one may have died unnoticed.
 MOST_FREERS = 3
 
@@ -202,10 +204,26 @@ class Core:
 
     def _decide(self, now: float) -> Effects:
         effects: Effects = []
+        for _ in range(MOST_PLANS):
+            if not self._plan(effects, now):
+                break
+        if now - self._refreshed >= REFRESH_S and self.jobs:
+            self._refreshed = now
+            effects.append(ev.Refresh(standings(self, now)))
+        self._set_alarm(now)
+        return effects
+
+    def _plan(self, effects: Effects, now: float) -> bool:
+        """Carry out one plan; True if another may find more to do: a rank got nothing because its
+        job was dropped in this very plan, or a denoiser took jobs that kept others from being
+        encoded ahead."""
+        again = False
         for decision in self.policy.plan(self.view, now):
             match decision:
                 case Run():
-                    effects += self._run(decision, now)
+                    dispatched = self._run(decision, now)
+                    again = again or not dispatched or self._stage_of(decision) == DENOISE
+                    effects += dispatched
                 case Preempt(seq=seq):
                     flight = self.flights[seq]
                     flight.yielding = True
@@ -220,11 +238,10 @@ class Core:
                         effects.append(ev.Void(seq, flight.members, flight.jobs, forced=False))
                 case Doomed(job=name):
                     effects += self._doomed(self.jobs[name], now)
-        if now - self._refreshed >= REFRESH_S and self.jobs:
-            self._refreshed = now
-            effects.append(ev.Refresh(standings(self, now)))
-        self._set_alarm(now)
-        return effects
+        return again
+
+    def _stage_of(self, decision: Run) -> str:
+        return self.ranks[decision.rank].stage
 
     def _run(self, decision: Run, now: float) -> Effects:
         rank = self.ranks[decision.rank]

@@ -1,4 +1,4 @@
-"""First in, first out, each job in one piece: what diffusion servers do today (FIELD.md)."""
+"""First in, first out, each job in one piece: what diffusion servers do today."""
 
 from __future__ import annotations
 

@@ -90,32 +90,32 @@ CALIBRATIONS = {
     for c in (
         Calibration(
             "toy",
-            "DESIGN.md §4: one server; Qwen-Image's step times on an H20, nothing but steps",
+            "one server; Qwen-Image's step times on an H20, nothing but steps",
             QWEN_H20, flat(0.0), flat(0.0), sizes=QWEN_SIZES,
         ),
         Calibration(
             "h20-qwen-image",
-            "FIELD.md: steps 512²/1024²/1536² on an H20, one forward; text 35 ms and VAE 17 ms at "
+            "published: steps 512²/1024²/1536² on an H20, one forward; text 35 ms and VAE 17 ms at "
             "512² from an H200, the VAE taken as linear in pixels",
             QWEN_H20, flat(0.035), lambda n: 0.017 * n / 1024, sizes=QWEN_SIZES,
         ),
         Calibration(
             "a100-qwen-image",
-            "FIELD.md: 904 ms at 1024² on an A100; other sizes scaled as on the H20; encode and "
+            "published: 904 ms at 1024² on an A100; other sizes scaled as on the H20; encode and "
             "decode as h20-qwen-image",
             lambda n: QWEN_H20(n) * 904 / 605, flat(0.035), lambda n: 0.017 * n / 1024,
             sizes=QWEN_SIZES,
         ),
         Calibration(
             "h100-flux-dev",
-            "FIELD.md: Flux-dev 1024² on an H100, 240 ms eager; linear in tokens; encode and "
+            "published: Flux-dev 1024² on an H100, 240 ms eager; linear in tokens; encode and "
             "decode as h20-qwen-image",
             lambda n: 0.240 * n / 4096, flat(0.035), lambda n: 0.017 * n / 1024,
             sizes=QWEN_SIZES,
         ),
         Calibration(
             "wan-gfdit",
-            "FIELD.md: GF-DiT's simulator, SP 1: 0.1323 ms a token a step; encode 55 ms and "
+            "GF-DiT's simulator, SP 1: 0.1323 ms a token a step; encode 55 ms and "
             "prepare 52 ms; decode 100 ms + 9e-8 ms a voxel (1,024 voxels a token)",
             lambda n: 0.1323e-3 * n, flat(0.107), lambda n: 0.100 + 9e-11 * n * 1024,
         ),

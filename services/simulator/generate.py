@@ -29,9 +29,9 @@ class Kind:
 
 
 MIXES: dict[str, tuple[Kind, ...]] = {
-    # DESIGN.md §4.
+    # The one-server table of docs/scheduling.md.
     "toy": (Kind("S", 512, 20, 0.6), Kind("M", 1024, 20, 0.3), Kind("L", 1536, 20, 0.1)),
-    # FIELD.md, "Standard image mix".
+    # The standard image mix of public serving benchmarks.
     "images": (
         Kind("512", 512, 20, 0.15),
         Kind("768", 768, 20, 0.25),

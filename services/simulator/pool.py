@@ -25,7 +25,7 @@ class Overheads:
     dispatch_s: float = 0.0  # before a task's first step, every task
     switch_s: float = 0.0  # before a denoise task of another job than this rank's last
     report_s: float = 0.0  # from a task's end until the core hears of it
-    jitter: float = 0.01  # standard deviation of a task's speed (FIELD.md: about 1 %)
+    jitter: float = 0.01  # standard deviation of a task's speed (about 1 %, as published)
 
 
 @dataclass(slots=True)
