@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from diffusers import ModularPipeline
 
 INDEXES = ("modular_model_index.json", "model_index.json")
+# Ours, and no part of the model.
+OVERRIDES, PROFILE = "slackwater.json", "profile.json"
 LIBRARIES = ("diffusers", "transformers")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 # What a hub id is fetched as: configurations, vocabularies and safetensors, nothing to unpickle.
@@ -37,6 +39,7 @@ class ModelDirectory:
     name: str
     index: dict[str, Any] = field(repr=False)
     overrides: dict[str, Any] = field(repr=False, default_factory=dict)
+    profile: dict[str, Any] = field(repr=False, default_factory=dict)  # docs/costs.md
 
     @cached_property
     def pipeline_class(self) -> str:
@@ -63,7 +66,7 @@ class ModelDirectory:
         for file in sorted(self.path.rglob("*")):
             if file.suffix not in (".json", ".safetensors", ".txt"):
                 continue
-            if file.name == "slackwater.json":
+            if file.name in (OVERRIDES, PROFILE):
                 continue
             digest.update(str(file.relative_to(self.path)).encode())
             digest.update(str(file.stat().st_size).encode())
@@ -100,11 +103,13 @@ def open_directory(model: str | Path, name: str | None = None) -> ModelDirectory
     if not path.is_dir():
         path = _fetch(str(model))
     index = _read_index(path)
-    overrides = {}
-    if (path / "slackwater.json").is_file():
-        overrides = _read_json(path / "slackwater.json")
+    overrides, profile = (
+        _read_json(path / file) if (path / file).is_file() else {} for file in (OVERRIDES, PROFILE)
+    )
     name = name or str(overrides.get("name") or Path(str(model).rstrip("/")).name)
-    directory = ModelDirectory(path=path, name=name, index=index, overrides=overrides)
+    directory = ModelDirectory(
+        path=path, name=name, index=index, overrides=overrides, profile=profile
+    )
     _check_class(directory)
     _check_code(directory)
     _check_weights(directory)

@@ -1,105 +1,87 @@
-"""A first cost model: seconds per task by shape, learned from what workers report.
+"""Seconds a task takes: what the coordinator and its policies ask. Pure: no clock, no I/O.
 
-A shape that has been seen costs the median of its last observations, so that a slow first
-step or a paused process does not poison it. An unseen shape is scaled from the nearest seen
-one by its units of work; a model nobody has run yet costs what its manifest says, or a
-guess. Pure: no clock, no I/O.
+Per model and stage (services/costs/learned.py): a fitted table, corrected by what workers
+report. A denoise cost is seconds per step, the others are seconds a task.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from common.stage import DECODE, DENOISE, ENCODE
+from services.costs.learned import Learned, Quote
+from services.costs.shape import Shape, shape_of
+from services.costs.table import Fit, fits_of
 
-# Odd, so that the median is an observation; short, so that a change of machine shows soon.
-WINDOW = 9
-# Guesses for a model that nobody has run and whose manifest says nothing (s, and s per token).
-UNKNOWN = {
-    ENCODE: {"fixed_s": 0.05, "token_s": 0.0},
-    DENOISE: {"fixed_s": 0.02, "token_s": 2e-4},
-    DECODE: {"fixed_s": 0.1, "token_s": 1e-3},
-}
+log = logging.getLogger("slackwater.coordinator")
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a task's cost depends on: image tokens, pictures, forwards a step (2 with CFG)."""
-
-    tokens: int
-    n: int = 1
-    forwards: int = 1
-
-    @property
-    def units(self) -> float:
-        """Work in tokens, with a floor for what each forward costs whatever its size."""
-        return (self.tokens + 24) * self.n * self.forwards
-
-    def key(self) -> str:
-        return f"{self.tokens}x{self.n}x{self.forwards}"
-
-    @classmethod
-    def from_key(cls, key: str) -> Shape:
-        tokens, n, forwards = map(int, key.split("x"))
-        return cls(tokens, n, forwards)
-
-
-def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
-    """The shape of a job from its effective parameters and its model's manifest."""
-    px = manifest.get("token_px") or 16
-    tokens = -(-int(params.get("width") or px) // px) * -(-int(params.get("height") or px) // px)
-    cfg = manifest.get("cfg") or {}
-    guided = bool(cfg) and (params.get(cfg.get("scale", "")) or 0) > 1
-    if guided and cfg.get("needs"):
-        guided = params.get(cfg["needs"]) is not None
-    return Shape(tokens=tokens, n=int(params.get("n") or 1), forwards=2 if guided else 1)
+__all__ = ["CostModel", "Quote", "Shape", "shape_of"]
 
 
 class CostModel:
-    """Estimates by (model, stage); a denoise cost is seconds per step."""
+    """Estimates by (model, stage)."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], dict[Shape, deque[float]]] = {}
-        self._prior: dict[tuple[str, str], Mapping[str, float]] = {}
+        self._stages: dict[tuple[str, str], Learned] = {}
 
     def set_prior(self, model: str, costs: Mapping[str, Any]) -> None:
-        """`costs` as a manifest publishes it: {stage: {"fixed_s": …, "token_s": …}}."""
-        for stage, prior in costs.items():
-            self._prior[model, stage] = prior
+        """What a manifest publishes: by stage, coefficients (services/costs/table.py).
+
+        With a range they are a table, shipped with the model and measured elsewhere; without,
+        a claim. One that cannot be read is logged and left alone: a worker of another version
+        must not stop the pool.
+        """
+        try:
+            fits = fits_of(costs, "costs")
+        except ValueError as error:
+            log.warning("the manifest of %s: %s", model, error)
+            return
+        for stage, fit in fits.items():
+            learned = self._stage(model, stage)
+            if not fit.range:
+                learned.set_claim(fit)
+            elif not learned.measured_here:
+                learned.set_fit(fit, measured_here=False)
+
+    def set_table(self, model: str, fits: Mapping[str, Fit]) -> None:
+        """A table measured on this pool's machines; it stands over a shipped one."""
+        for stage, fit in fits.items():
+            self._stage(model, stage).set_fit(fit, measured_here=True)
 
     def observe(self, model: str, stage: str, shape: Shape, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        shapes = self._seen.setdefault((model, stage), {})
-        shapes.setdefault(shape, deque(maxlen=WINDOW)).append(seconds)
+        """A worker's report of one task, or of one denoising step."""
+        if seconds > 0:
+            self._stage(model, stage).observe(shape, seconds)
 
     def estimate(self, model: str, stage: str, shape: Shape) -> float:
         """Seconds for one task of `stage`, or for one denoising step."""
-        if stage == ENCODE:  # the prompt's length is not in the shape: all encodes are alike
-            shape = Shape(0, 1, shape.forwards)
-        shapes = self._seen.get((model, stage))
-        if shapes:
-            if shape in shapes:
-                return median(shapes[shape])
-            near = min(shapes, key=lambda s: abs(s.units - shape.units))
-            return median(shapes[near]) * shape.units / near.units
-        prior = self._prior.get((model, stage), UNKNOWN[stage])
-        work = shape.tokens * shape.n * shape.forwards
-        return prior["fixed_s"] + prior.get("token_s", 0.0) * work
+        try:
+            return self._stages[model, stage].estimates[shape]
+        except KeyError:
+            return self._stage(model, stage).estimate(shape)
+
+    def quote(self, model: str, stage: str, shape: Shape) -> Quote:
+        """An estimate that says how far it may be off, and whether it was ever measured."""
+        return self._stage(model, stage).quote(shape)
 
     def dump(self) -> dict[str, float]:
         """What was learned, as "{model}/{stage}/{shape}" -> seconds."""
         return {
-            f"{model}/{stage}/{shape.key()}": median(seen)
-            for (model, stage), shapes in self._seen.items()
-            for shape, seen in shapes.items()
+            f"{model}/{stage}/{shape.key()}": learned.estimate(shape)
+            for (model, stage), learned in self._stages.items()
+            for shape in learned.shapes()
         }
 
     def load(self, learned: Mapping[str, float]) -> None:
+        """What an earlier coordinator learned."""
         for name, seconds in learned.items():
             model, stage, key = name.rsplit("/", 2)
-            self.observe(model, stage, Shape.from_key(key), float(seconds))
+            if float(seconds) > 0:
+                self._stage(model, stage).remember(Shape.from_key(key), float(seconds))
+
+    def _stage(self, model: str, stage: str) -> Learned:
+        learned = self._stages.get((model, stage))
+        if learned is None:
+            learned = self._stages[model, stage] = Learned(stage)
+        return learned
