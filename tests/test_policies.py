@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -11,52 +10,13 @@ from common.stage import DECODE, DENOISE, ENCODE
 from services.policies import POLICIES, make_policy
 from services.policies.base import (
     MOST_ROWS,
-    Candidate,
-    Decision,
-    Doomed,
-    Policy,
-    Preempt,
     Rank,
-    Recall,
-    Run,
     Running,
-    View,
     chunk_stop,
 )
-from services.policies.index import Index
-from services.policies.slack import DOOMED_SHARE
-
-NOW = 1000.0
-
-
-def candidate(job: str, stage: str = DENOISE, due_s: float = 100.0, **changes: Any) -> Candidate:
-    """A job of 10 steps of 0.1 s that is due in `due_s`."""
-    fields: dict[str, Any] = {
-        "job": job, "stage": stage, "model": "m", "arrival_s": NOW, "deadline_s": NOW + due_s,
-        "priority": 0, "remaining_s": 1.0, "task_s": 0.1, "step_s": 0.1, "step": 0, "steps": 10,
-    }  # fmt: skip
-    return Candidate(**{**fields, **changes})
-
-
-def view(*ranks: Rank, **changes: Any) -> View:
-    by_stage: dict[str, list[Rank]] = {}
-    for rank in ranks:
-        by_stage.setdefault(rank.stage, []).append(rank)
-    return View(ranks=list(ranks), by_stage=by_stage, **{"chunk_s": 0.3, "pack_s": 0.0, **changes})
-
-
-def rank(name: str, stage: str = DENOISE) -> Rank:
-    return Rank(name, stage, ("m",))
-
-
-def busy(name: str, task: Candidate, left_s: float, seq: int = 1) -> Rank:
-    return Rank(name, task.stage, ("m",), running=Running(seq, task, NOW + left_s))
-
-
-def runs(decisions: list[Decision]) -> dict[str, list[str]]:
-    """Rank to jobs."""
-    return {d.rank: [job for job, _ in d.rows] for d in decisions if isinstance(d, Run)}
-
+from services.policies.groups import Groups
+from services.policies.index import AgedLanes, Index
+from tests.candidates import NOW, busy, candidate, rank, runs, view
 
 both = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -191,112 +151,6 @@ def test_fcfs_goes_by_arrival_and_never_interrupts() -> None:
     assert decisions == []
 
 
-# -- slack -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slack() -> Policy:
-    return make_policy("slack")
-
-
-def test_slack_goes_by_deadline_among_those_who_can_make_it(slack: Policy) -> None:
-    """A job that is late already waits behind one that is not, though it was due first."""
-    slack.add(candidate("late", due_s=0.5))
-    slack.add(candidate("loose", due_s=50))
-    slack.add(candidate("tight", due_s=2))
-    decisions = slack.plan(view(rank("r")), NOW)
-    assert runs(decisions) == {"r": ["tight"]}
-    assert [d.job for d in decisions if isinstance(d, Doomed)] == ["late"]
-
-
-def test_slack_says_once_that_a_job_is_doomed(slack: Policy) -> None:
-    slack.add(candidate("late", due_s=-1))
-    first = slack.plan(view(rank("r")), NOW)
-    second = slack.plan(view(rank("r")), NOW)
-    assert [isinstance(d, Doomed) for d in first] == [True, False]
-    assert not any(isinstance(d, Doomed) for d in second)
-
-
-def test_slack_runs_doomed_jobs_shortest_first(slack: Policy) -> None:
-    slack.add(candidate("long", due_s=-1, remaining_s=50.0))
-    slack.add(candidate("short", due_s=-1, remaining_s=1.0))
-    assert runs(slack.plan(view(rank("r")), NOW)) == {"r": ["short"]}
-
-
-def test_slack_starves_nobody(slack: Policy) -> None:
-    """Doomed jobs get their share while others wait that can make it, and no more."""
-    slack.add(candidate("late", due_s=-1, steps=1000))
-    given = []
-    for i in range(200):
-        slack.add(candidate(f"j{i}", due_s=1e6))
-        (jobs,) = runs(slack.plan(view(rank("r")), NOW)).values()
-        given += jobs
-        for job in jobs:
-            slack.remove(job)
-        if "late" in jobs:
-            slack.add(candidate("late", due_s=-1, steps=1000, doomed=True))
-    share = given.count("late") / len(given)
-    assert DOOMED_SHARE / 2 < share < 2 * DOOMED_SHARE
-
-
-def test_an_urgent_job_makes_a_long_chunk_yield(slack: Policy) -> None:
-    """The running job has time, the urgent one would be late if it waited."""
-    slack.add(candidate("urgent", due_s=1.5))
-    decisions = slack.plan(view(busy("r", candidate("long", due_s=500), left_s=30, seq=7)), NOW)
-    assert Preempt(7) in decisions
-    assert runs(decisions) == {"r": ["urgent"]}
-
-
-def test_nobody_yields_where_waiting_costs_nothing(slack: Policy) -> None:
-    """The urgent job can wait for the end; or the running one is due before it; or it is late
-    anyway; or another rank is free."""
-    urgent = candidate("urgent", due_s=1.5)
-    slack.add(urgent)
-    soon = busy("r", candidate("long", due_s=500), left_s=0.1)
-    assert not any(isinstance(d, Preempt) for d in slack.plan(view(soon), NOW))
-    earlier = busy("r", candidate("long", due_s=1.2), left_s=0.5)
-    assert not any(isinstance(d, Preempt) for d in slack.plan(view(earlier), NOW))
-    long = busy("r", candidate("long", due_s=500), left_s=30)
-    assert not any(isinstance(d, Preempt) for d in slack.plan(view(long, rank("s")), NOW))
-    slack.remove("urgent")
-    slack.add(candidate("lost", due_s=0.2))
-    assert not any(isinstance(d, Preempt) for d in slack.plan(view(long), NOW))
-
-
-def test_a_queued_task_is_recalled_for_an_urgent_one(slack: Policy) -> None:
-    """What waits behind the running chunk goes back; the next plan hands out the urgent job."""
-    slack.add(candidate("urgent", due_s=1.5))
-    held = busy("r", candidate("long", due_s=500), left_s=30, seq=7)
-    held.queued = Running(8, candidate("next", due_s=400), NOW + 31)
-    decisions = slack.plan(view(held), NOW)
-    assert Recall(8) in decisions
-    assert not runs(decisions)
-
-
-def test_the_rank_with_most_time_left_makes_way(slack: Policy) -> None:
-    slack.add(candidate("urgent", due_s=1.5))
-    ranks = [
-        busy("r", candidate("a", due_s=100), left_s=30, seq=1),
-        busy("s", candidate("b", due_s=900), left_s=30, seq=2),
-    ]
-    decisions = slack.plan(view(*ranks), NOW)
-    assert Preempt(2) in decisions
-    assert Preempt(1) not in decisions
-
-
-def test_a_decision_walks_no_more_than_it_must(slack: Policy) -> None:
-    """With 5,000 jobs waiting, a plan looks at a few."""
-    import time
-
-    for i in range(5_000):
-        slack.add(candidate(f"j{i}", due_s=100 + i))
-    slack.plan(view(rank("r")), NOW)
-    begun = time.perf_counter()
-    for _ in range(100):
-        slack.plan(view(rank("r")), NOW)
-    assert (time.perf_counter() - begun) / 100 < 0.005
-
-
 # -- parts -------------------------------------------------------------------------------
 
 
@@ -319,3 +173,30 @@ def test_an_index_keeps_the_order_of_its_keys() -> None:
     index.remove("j1")
     assert len(index) == 2
     assert "j1" not in index
+
+
+def test_lanes_show_a_rank_only_what_it_can_run() -> None:
+    """Merged by key over its models; and who has been there longest, over those."""
+    lanes = AgedLanes()
+    for at, (job, model) in enumerate([("z", "m"), ("y", "n"), ("x", "m"), ("w", "o")]):
+        lanes.enter(candidate(job, model=model), ord(job), now=at)
+    assert [c.job for c in lanes.of(("m",))] == ["x", "z"]
+    assert [c.job for c in lanes.of(("n", "m", "none"))] == ["x", "y", "z"]
+    assert [c.job for c in lanes.longest(("m", "n"), until=1)] == ["z", "y"]
+    lanes.remove("z")
+    assert [c.job for c in lanes.longest(("m", "n"), until=9)] == ["y", "x"]
+    assert [c.job for c in lanes.heads(but={"x"})] == ["w", "y"]
+    assert len(lanes) == 3
+
+
+def test_a_job_counts_on_its_models_ranks_and_on_those_around_them() -> None:
+    """Models that share ranks share their time; those that overlap in part are joined."""
+
+    def sizes(*placed: tuple[str, ...]) -> dict[str, list[int]]:
+        groups = Groups()
+        groups.arrange([Rank(f"r{i}", DENOISE, models) for i, models in enumerate(placed)])
+        return {model: [group.size for group in groups.of(model)] for model in ("a", "b", "none")}
+
+    assert sizes(("a",), ("b",), ("b",)) == {"a": [1], "b": [2], "none": [1]}
+    assert sizes(("a", "b"), ("b",)) == {"a": [1, 2], "b": [2], "none": [1]}
+    assert sizes(("a",), ("a", "b"), ("b",)) == {"a": [2, 3], "b": [2, 3], "none": [1]}

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.toy_table import Crowded, longest_stated_s
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.policies import POLICIES, keepset
 from services.policies.keepset import KeepSet
 from services.simulator.calibrations import Calibration, calibration, flat
+from services.simulator.generate import generate
 from services.simulator.outcome import Chunk, Outcome
 from services.simulator.pool import Overheads
-from services.simulator.simulation import Setting, Simulation
+from services.simulator.report import summary
+from services.simulator.simulation import MANIFESTS, MODEL, Setting, Simulation, simulate
 from services.simulator.traces import TraceJob
 
 FUZZ = float(os.environ.get("SLACKWATER_FUZZ", "0"))
@@ -26,21 +30,57 @@ FLAT = Calibration(
     "flat", "a second a step at 1,000 tokens", lambda n: n / 1000, flat(0.3), flat(0.2)
 )
 NEVER_AHEAD = -float("inf")
+# Which models a pool's ranks have, in turn: of one stage, the first has the first of these.
+PLACINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("a",),),
+    (("a", "b"), ("a",), ("b",)),
+    (("a",), ("b",)),
+    (("a", "b"), ("b", "c"), ("c", "a")),
+)
 
 
 class Watched(Simulation):
-    """After every moment: nobody idles beside work that it could do."""
+    """A pool of several models, a job's own told by its name. After every moment nobody idles
+    beside work that it could do, and the policy has not failed."""
+
+    def __init__(self, trace: list[TraceJob], setting: Setting, placing: int, patience_s: float):
+        super().__init__(trace, setting)
+        self.core.view.patience_s = patience_s
+        placed = itertools.cycle(PLACINGS[placing])
+        self.models = sorted({model for models in PLACINGS[placing] for model in models})
+        self.core.handle(ev.ManifestsRead(dict.fromkeys(self.models, MANIFESTS[MODEL])), 0.0)
+        for name, stage in [(w.name, w.stage) for w in self.workers.all.values()]:
+            # One of each stage has all, so that every job can end.
+            models = tuple(self.models) if name.endswith("-0") else next(placed)
+            self.core.handle(ev.Left(name, False), 0.0)
+            self.core.handle(ev.Joined(ev.WorkerInfo(name, stage, models, "simulated")), 0.0)
+        inner = self.core.handle
+
+        def handle(event: ev.Event, now: float) -> list[ev.Effect]:
+            if isinstance(event, ev.Submitted):
+                model = self.models[int(event.spec.id[1:]) % len(self.models)]
+                event = replace(event, spec=replace(event.spec, model=model))
+            return inner(event, now)
+
+        self.core.handle = handle  # type: ignore[method-assign]
 
     def _carry_out(self, effects: list[ev.Effect], now: float) -> None:
         super()._carry_out(effects, now)
-        waiting = {job.stage for job in self.core.jobs.values() if not (job.seq or job.ending)}
-        idle = {w.stage for w in self.workers.all.values() if w.running is None}
+        assert not self.core.policy.failures, self.core.policy.last_failure
         if self._heard:  # a report is on its way
             return
-        assert not (DENOISE in waiting and DENOISE in idle), "an idle denoiser beside ready work"
-        assert not (DECODE in waiting and DECODE in idle), "an idle decoder beside ready work"
-        if {ENCODE, DENOISE} <= idle:
-            assert ENCODE not in waiting, "nobody encodes for an idle denoiser"
+        waiting: set[tuple[str, str]] = set()
+        for job in self.core.jobs.values():
+            if not (job.seq or job.ending):
+                waiting.add((job.stage, job.spec.model))
+        ranks = self.core.board.ranks
+        idle: set[tuple[str, str]] = set()
+        for worker in self.workers.all.values():
+            if worker.running is None:
+                idle |= {(worker.stage, model) for model in ranks[worker.name].models}
+        for stage, model in waiting & idle:
+            assert stage == ENCODE, f"a rank that could {stage} idles beside ready work"
+            assert (DENOISE, model) not in idle, "nobody encodes for an idle denoiser"
 
 
 @st.composite
@@ -114,15 +154,18 @@ def check(outcome: Outcome) -> None:
     derandomize=not FUZZ,  # the same examples each time, unless SLACKWATER_FUZZ is set
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(traces(), pools())
+@given(
+    traces(), pools(), st.integers(0, len(PLACINGS) - 1), st.sampled_from([0.0, 2.0, 30.0, 2400.0])
+)
 def test_no_step_is_run_twice_or_skipped_and_nobody_idles_beside_work(
-    trace: list[TraceJob], pool: Setting
+    trace: list[TraceJob], pool: Setting, placing: int, patience_s: float
 ) -> None:
-    """Never a task on a rank that has one queued (the simulated worker would refuse it), every
-    job ends, its steps follow each other, and the same events lead to the same decisions."""
-    outcome = Watched(trace, pool).run()
+    """With one model or several, and turns of those who are out often or never: never a task on
+    a rank that has one queued (the simulated worker would refuse it), every job ends, its steps
+    follow each other, and the same events lead to the same decisions."""
+    outcome = Watched(trace, pool, placing, patience_s).run()
     check(outcome)
-    again = Simulation(trace, pool).run()
+    again = Watched(trace, pool, placing, patience_s).run()
     assert again.chunks == outcome.chunks
     assert {n: j.finished_s for n, j in again.jobs.items()} == {
         n: j.finished_s for n, j in outcome.jobs.items()
@@ -178,13 +221,31 @@ def test_the_keep_set_is_what_a_plain_walk_would_find(
     assert len(kept) == len(plain)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_nobody_goes_without_a_step_for_longer_than_is_stated(ranks: int) -> None:
+    """At 1.4 times what the ranks can do, with a minute's patience: those who are out are more
+    and more, and yet each gets a step in time. Without turns some would wait to the end."""
+    toy = calibration("toy")
+    trace = generate(300 * ranks, 1.4, toy, ranks=ranks, seed=3)
+    longest = {}
+    for patience_s in (60.0, 1e9):
+        setting = Setting(
+            "slack", costs=toy, denoise=ranks, switch_s=0.015,
+            overheads=Overheads(switch_s=0.015, jitter=0.0), error=0.0,
+        )  # fmt: skip
+        simulation = Crowded(trace, setting)
+        simulation.core.view.patience_s = patience_s
+        outcome = simulation.run()
+        longest[patience_s] = max(job.longest_wait_s for job in outcome.jobs.values())
+        if patience_s == 60.0:
+            view, active = simulation.core.view, simulation.most_active
+            stated_s = longest_stated_s(trace, active, ranks, view, toy)
+    assert longest[60.0] <= stated_s < longest[1e9]
+
+
 @pytest.mark.parametrize("load", [0.9, 1.4])
 def test_slack_is_the_best_of_them_on_the_table_of_the_design(load: float) -> None:
     """One seed of the one-server table, shortened."""
-    from services.simulator.generate import generate
-    from services.simulator.report import summary
-    from services.simulator.simulation import simulate
-
     toy = calibration("toy")
     trace = generate(400, load, toy, seed=5)
     shares, switches = {}, {}

@@ -30,6 +30,22 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     **{f"{rule.name}-doomed-last": rule.doomed_last for rule in _WITH_VARIANT},
 }
 
+# One line each, for people who choose.
+_LAST = "; those that can no longer make it last"
+ABOUT = {
+    "fcfs": "first come, first served, in chunks",
+    "slack": "a set that can jointly make it, by deadline; the others last (the default)",
+    "monolithic": "by arrival, each job in one piece: what most servers do",
+    "sjf": "shortest job first, each in one piece",
+    "srtf": "least work left first",
+    "edf": "earliest deadline first",
+    "least_slack": "least slack first, asked again at every step",
+    "sjf-doomed-last": f"as sjf{_LAST}",
+    "srtf-doomed-last": f"as srtf{_LAST}",
+    "edf-doomed-last": f"as edf{_LAST}",
+    "least_slack-doomed-last": f"as least_slack, in chunks{_LAST}",
+}
+
 
 def third_party() -> dict[str, Callable[[], Policy]]:
     """Loaders of installed policies by name; ours cannot be replaced."""

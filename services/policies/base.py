@@ -8,10 +8,10 @@ something changed. The coordinator and the simulator run the same policies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
-from common.stage import DENOISE
+from common.stage import DENOISE, ENCODE
 
 
 @dataclass(slots=True)
@@ -34,8 +34,14 @@ class Candidate:
     step_s: float
     step: int
     steps: int
+    fewest: int = 0  # it would rather be cut to so many steps than be late; 0: it would not
     doomed: bool = False  # known not to make its deadline
     suspect: bool = False  # a task of it failed: it shares none, lest it take others with it
+
+    def cut_to(self, steps: int) -> Candidate:
+        """The same with `steps` in all."""
+        saved_s = (self.steps - steps) * self.step_s
+        return replace(self, steps=steps, remaining_s=self.remaining_s - saved_s)
 
     def slack_s(self, now: float) -> float:
         return self.deadline_s - now - self.remaining_s
@@ -78,6 +84,7 @@ class View:
     error: float = 0.05  # relative error of an estimate
     ahead: int = 2  # jobs encoded ahead per denoise rank, and
     ahead_s: float = 0.1  # the denoising time that they should make up at least
+    patience_s: float = 2400.0  # who is out gets a step after so long without; why: turns.py
     by_stage: dict[str, list[Rank]] = field(default_factory=dict)
 
 
@@ -110,7 +117,25 @@ class Doomed:
     job: str
 
 
-Decision = Run | Preempt | Recall | Doomed
+@dataclass(frozen=True, slots=True)
+class Degrade:
+    """Have a job with `fewest` that has done no step do only `steps`, lest it be late."""
+
+    job: str
+    steps: int
+
+
+Decision = Run | Preempt | Recall | Doomed | Degrade
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a job that came now would find. `ahead_s` is the work that would go before it, in
+    seconds of one rank; `fits` whether it would make its deadline beside those that count on
+    theirs, None where the policy makes no such promise."""
+
+    ahead_s: float
+    fits: bool | None = None
 
 
 class Policy(Protocol):
@@ -129,6 +154,14 @@ class Policy(Protocol):
         """Waiting jobs, the next first: what a queue position means."""
 
 
+@runtime_checkable
+class Foresees(Protocol):
+    """A policy that can say what a job would find; without it, what fcfs would say is said."""
+
+    def outlook(self, candidate: Candidate, view: View, now: float) -> Outlook:
+        """What `candidate`, which does not wait yet, would find."""
+
+
 def unfinished(rank: Rank) -> Candidate | None:
     """The job that runs there if its chunk leaves steps to do. It cannot be queued again before
     it reports; where it goes first, the next hand-over waits for that, since a switch and a
@@ -137,6 +170,22 @@ def unfinished(rank: Rank) -> Candidate | None:
     if running is not None and 0 < running.stop < running.candidate.steps:
         return running.candidate
     return None
+
+
+def under_way_s(view: View, now: float, before: Callable[[Candidate], bool]) -> float:
+    """Denoising of the jobs that workers have in hand, in seconds of one rank: what their chunks
+    will still take, and all that is left of those that go `before` another."""
+    total = 0.0
+    for rank in view.ranks:
+        for held in (rank.running, rank.queued):
+            if held is None or rank.stage not in (ENCODE, DENOISE):
+                continue
+            task = held.candidate
+            if before(task):
+                total += (task.steps - task.step) * task.step_s
+            elif held is rank.running and rank.stage == DENOISE:
+                total += max(0.0, held.ends_s - now)
+    return total
 
 
 # A packed task's message must stay well under 8 kB (common/messages.py).
@@ -178,3 +227,9 @@ def chunk_stop(candidate: Candidate, chunk_s: float) -> int:
     count = max(1, round(chunk_s / candidate.step_s))
     stop = candidate.step + count
     return candidate.steps if candidate.steps - stop < count * 0.25 else stop
+
+
+def longest_chunk_s(view: View, step_s: float) -> float:
+    """What a chunk takes of a rank at most, the switch to it included, if no step is longer than
+    `step_s`: rounding adds half a step, and the rest taken along a quarter."""
+    return 1.25 * (view.chunk_s + step_s / 2) + view.switch_s

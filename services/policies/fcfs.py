@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from math import inf
 
 from common.stage import DENOISE, ENCODE, STAGES
-from services.policies.base import Candidate, Decision, Rank, Run, View, pack, unfinished
+from services.policies.base import (
+    Candidate,
+    Decision,
+    Outlook,
+    Rank,
+    Run,
+    View,
+    pack,
+    under_way_s,
+    unfinished,
+)
 from services.policies.index import Index
 
 
@@ -54,6 +65,10 @@ class Fcfs:
     def _enough_encoded(self, view: View) -> bool:
         denoisers = len(view.by_stage.get(DENOISE, ()))
         return len(self._ready[DENOISE]) >= max(1, denoisers) * view.ahead
+
+    def outlook(self, candidate: Candidate, view: View, now: float) -> Outlook:
+        waiting_s = sum(index.work_before(inf) for index in self._ready.values())
+        return Outlook(waiting_s + under_way_s(view, now, lambda _: True))
 
     def order(self, now: float) -> Iterable[str]:
         merged = [(c.arrival_s, c.job) for index in self._ready.values() for c in index]

@@ -1,14 +1,17 @@
-"""A sorted index of ready tasks: insert, remove and walk by key."""
+"""Sorted indices of ready tasks: insert, remove and walk by key, one lane for each model."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
+from heapq import merge
 
 from services.policies.base import Candidate
 
 Key = tuple[float, float, str]
+# Entries that a sum over part of an index looks at: 60 µs.
+SAMPLE = 512
 
 
 class Index:
@@ -47,6 +50,9 @@ class Index:
         del self._order[bisect_left(self._order, key)]
         return self._candidates.pop(job)
 
+    def candidate(self, job: str) -> Candidate:
+        return self._candidates[job]
+
     def get(self, job: str) -> Candidate | None:
         return self._candidates.get(job)
 
@@ -58,21 +64,101 @@ class Index:
         """How many entries come before `key`."""
         return bisect_left(self._order, tuple(key))
 
+    def work_before(self, *key: float) -> float:
+        """About how much denoising there is in the entries before `key`, in seconds of one rank:
+        of a long index every so manieth is asked."""
+        count = self.position(*key)
+        every = count // SAMPLE + 1
+        asked = (self._candidates[entry[2]] for entry in self._order[:count:every])
+        return every * sum((c.steps - c.step) * c.step_s for c in asked)
 
-class AgedIndex(Index):
-    """An index that also knows who has been in it longest."""
+    def keyed(self) -> Iterator[tuple[Key, Candidate]]:
+        candidates = self._candidates
+        return ((key, candidates[key[2]]) for key in self._order)
+
+
+class Lanes:
+    """An index for each model, so that a rank looks at no job that it cannot run."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, Index] = {}
+        self._model: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._model
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return self.of(list(self._lanes))
+
+    def add(self, candidate: Candidate, *key: float) -> None:
+        self.remove(candidate.job)
+        self._model[candidate.job] = candidate.model
+        lane = self._lanes.get(candidate.model)
+        if lane is None:
+            lane = self._lanes[candidate.model] = Index()
+        lane.add(candidate, *key)
+
+    def remove(self, job: str) -> Candidate | None:
+        model = self._model.pop(job, None)
+        return None if model is None else self._lanes[model].remove(job)
+
+    def work_before(self, *key: float) -> float:
+        """As Index.work_before, of all models together."""
+        return sum(lane.work_before(*key) for lane in self._lanes.values())
+
+    def get(self, job: str) -> Candidate | None:
+        model = self._model.get(job)
+        return None if model is None else self._lanes[model].get(job)
+
+    def heads(self, but: Container[str]) -> list[Candidate]:
+        """The first of each model that is not one of `but`, by key."""
+        lanes = (
+            ((key, candidate) for key, candidate in lane.keyed() if candidate.job not in but)
+            for lane in self._lanes.values()
+        )
+        found = (next(lane, None) for lane in lanes)
+        return [candidate for _, candidate in sorted(head for head in found if head is not None)]
+
+    def of(self, models: Sequence[str]) -> Iterator[Candidate]:
+        """The jobs of these models by key."""
+        if len(models) == 1:
+            lane = self._lanes.get(models[0])
+            return iter(()) if lane is None else iter(lane)
+        lanes = [self._lanes[model] for model in models if model in self._lanes]
+        return (candidate for _, candidate in merge(*(lane.keyed() for lane in lanes)))
+
+
+class AgedLanes(Lanes):
+    """Lanes that also know since when each job has been in them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._since: OrderedDict[str, Candidate] = OrderedDict()
+        # By model. Times do not go back, so that the first has been in longest.
+        self._since: dict[str, OrderedDict[str, float]] = {}
 
-    def add(self, candidate: Candidate, *key: float) -> None:
-        super().add(candidate, *key)
-        self._since[candidate.job] = candidate
+    def enter(self, candidate: Candidate, key: float, now: float) -> None:
+        """Add `candidate`, which was not in it."""
+        self.add(candidate, key)
+        self._since.setdefault(candidate.model, OrderedDict())[candidate.job] = now
 
     def remove(self, job: str) -> Candidate | None:
-        self._since.pop(job, None)
-        return super().remove(job)
+        candidate = super().remove(job)
+        if candidate is not None:
+            self._since[candidate.model].pop(job, None)
+        return candidate
 
-    def longest_first(self) -> Iterator[Candidate]:
-        return iter(self._since.values())
+    def longest(self, models: Iterable[str], until: float) -> Iterator[Candidate]:
+        """Those of these models that have been in it since `until` or before, the longest
+        first."""
+        lanes = [self._entered(model, until) for model in models if model in self._since]
+        found = lanes[0] if len(lanes) == 1 else merge(*lanes)
+        return (self._lanes[model].candidate(job) for _, job, model in found)
+
+    def _entered(self, model: str, until: float) -> Iterator[tuple[float, str, str]]:
+        for job, since in self._since[model].items():
+            if since > until:
+                return
+            yield since, job, model

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
 from typing import Literal
 
 from common.stage import DENOISE, ENCODE, STAGES
@@ -19,11 +20,13 @@ from services.policies.base import (
     Candidate,
     Decision,
     Doomed,
+    Outlook,
     Rank,
     Run,
     View,
     cost_s,
     pack,
+    under_way_s,
     unfinished,
 )
 from services.policies.index import Index
@@ -82,6 +85,18 @@ class Ordered:
         ready = [(key(c), c.arrival_s, c.job) for index in self._ready.values() for c in index]
         doomed = [(c.remaining_s, c.arrival_s, c.job) for i in self._doomed.values() for c in i]
         return [job for _, _, job in chain(sorted(ready), sorted(doomed))]
+
+    def outlook(self, candidate: Candidate, view: View, now: float) -> Outlook:
+        key = self._rule.key(candidate)
+        late = self._doomed_last and is_late(candidate, view, now)
+        ahead_s = under_way_s(view, now, lambda task: late or self._rule.key(task) <= key)
+        for stage in STAGES:
+            if late:
+                ahead_s += self._ready[stage].work_before(inf)
+                ahead_s += self._doomed[stage].work_before(candidate.remaining_s)
+            else:
+                ahead_s += self._ready[stage].work_before(key, inf)
+        return Outlook(ahead_s)
 
     def plan(self, view: View, now: float) -> list[Decision]:
         decisions: list[Decision] = []
