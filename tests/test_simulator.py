@@ -220,3 +220,21 @@ def test_the_bound_counts_what_any_schedule_could_finish() -> None:
     assert found["exact"]
     assert found["bound"] == 2
     assert bound(trace, SECOND, ranks=2)["bound"] == 3
+
+
+def test_degraded_jobs_do_fewer_steps_and_make_it() -> None:
+    """Two jobs that fit one after the other only if the second gives up some of its steps."""
+    outcome = run(
+        job("a", steps=20, due=21.0),
+        job("b", steps=20, due=36.0, on_late="degrade", min_steps=8),
+        policy="edf-doomed-last",
+    )
+    assert [record.on_time for record in outcome.jobs.values()] == [True, True]
+    assert outcome.jobs["a"].steps_run == 20
+    assert 8 <= outcome.jobs["b"].steps_run < 20
+
+
+def test_a_floor_belongs_to_degrade() -> None:
+    line = '{"arrival_ms": 0, "num_inference_steps": 20, "on_late": "degrade"}'
+    with pytest.raises(TraceError, match="min_inference_steps is 0"):
+        parse_trace([line], calibration("toy"))

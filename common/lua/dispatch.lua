@@ -3,7 +3,7 @@
 --       then M worker hashes, then R trajectory hashes
 -- ARGV  1 nonce   2 seq   3 at (ms)   4 M   5 R   6 message   7 stage   8 expected (ms)
 --       9 members (space separated)   then per row: job id, step it must stand at
---       last: ttl of the record (ms)
+--       last three: model, plan (for the timeline, see report), ttl of the record (ms)
 -- Reply {"dispatched"} | {"fenced"} | {"seq", last} | {"worker", name index} | {"row", job, why}
 -- A repeat by the same leader gets the same answer. The first write is a delete, so that jobs
 -- already accepted go on at maxmemory.
@@ -42,6 +42,6 @@ for r = 1, R do
 end
 redis.call('HSET', KEYS[3], 'state', 'queued', 'stage', ARGV[7], 'expected', ARGV[8],
   'members', ARGV[9], 'jobs', table.concat(jobs, ' '), 'entries', table.concat(entries, ' '),
-  'at', ARGV[3], 'yield', '0', 'nonce', ARGV[1])
+  'at', ARGV[3], 'yield', '0', 'nonce', ARGV[1], 'model', ARGV[#ARGV - 2], 'plan', ARGV[#ARGV - 1])
 redis.call('PEXPIRE', KEYS[3], ARGV[#ARGV])
 return {'dispatched'}

@@ -105,7 +105,7 @@ def generate(
     rng = random.Random(seed)
     rate = load * ranks / mean_work_s(kinds, costs)
     out = []
-    drawn = _classes(kinds, rng)
+    drawn = stratified(kinds, rng)
     # Bursts may overlap, so times are put in order.
     came = ARRIVALS[arrivals](rate, rng)
     for number, at in enumerate(sorted(next(came) for _ in range(jobs))):
@@ -134,7 +134,8 @@ def _tokens(kind: Kind, costs: Calibration) -> int:
     return side * side
 
 
-def _classes(kinds: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
+def stratified(kinds: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
+    """Classes without end: of every BLOCK each has its share, in random order."""
     while True:
         block = [kind for kind in kinds for _ in range(round(kind.share * BLOCK))]
         rng.shuffle(block)

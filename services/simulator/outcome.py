@@ -21,6 +21,10 @@ class JobOutcome:
     work_s: float = 0.0
     longest_wait_s: float = 0.0  # the longest time without a step while it was in the system
     last_seen_s: float = 0.0
+    steps: int = 0  # it was to do, fewer than it asked for if it was degraded
+
+    def __post_init__(self) -> None:
+        self.steps = self.steps or self.job.steps
 
     @property
     def succeeded(self) -> bool:
@@ -48,7 +52,8 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One row of one task. `slack_s` as it began: deadline − start − work left."""
+    """One row of one task. `slack_s` as it began: deadline − start − work left. `planned` is the
+    stop it was given; `asked`: it was asked to yield."""
 
     rank: str
     stage: str
@@ -58,6 +63,8 @@ class Chunk:
     start_s: float
     end_s: float
     slack_s: float
+    planned: int = 0
+    asked: bool = False
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ class Overheads:
     dispatch_s: float = 0.0  # before a task's first step, every task
     switch_s: float = 0.0  # before a denoise task of another job than this rank's last
     report_s: float = 0.0  # from a task's end until the core hears of it
+    submit_s: float = 0.0  # from a job's arrival until the core knows it
     jitter: float = 0.01  # standard deviation of a task's speed (about 1 %, as published)
 
 

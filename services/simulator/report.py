@@ -50,12 +50,20 @@ def summary(jobs: Iterable[JobOutcome], span_s: float) -> dict[str, Any]:
     }
 
 
+def by_size(jobs: Iterable[JobOutcome]) -> list[str]:
+    """Names of the jobs' classes, the shortest jobs' first."""
+    alone: dict[str, list[float]] = {}
+    for job in jobs:
+        alone.setdefault(job.job.request_class, []).append(job.job.standalone_s)
+    return sorted(alone, key=lambda name: (sum(alone[name]) / len(alone[name]), name))
+
+
 def report(outcome: Outcome) -> dict[str, Any]:
     """One run as JSON: all jobs together, and by class."""
     jobs = list(outcome.jobs.values())
     begun = min((j.job.arrival_s for j in jobs), default=0.0)
     span = outcome.ended_s - begun
-    classes = sorted({j.job.request_class for j in jobs})
+    classes = by_size(jobs)
     return {
         "policy": outcome.policy,
         "ranks": outcome.ranks,
@@ -73,20 +81,21 @@ def report(outcome: Outcome) -> dict[str, Any]:
 
 def job_lines(outcome: Outcome) -> list[dict[str, Any]]:
     """Every job of a run as JSON, in the order of arrival."""
-    return [
-        {
-            **j.job.to_json(),
-            "status": j.status,
-            "started_s": j.started_s,
-            "finished_s": j.finished_s,
-            "on_time": j.on_time,
-            "steps_run": j.steps_run,
-            "switches": j.switches,
-            "chunks": j.chunks,
-            "work_s": j.work_s,
-        }
-        for j in outcome.jobs.values()
-    ]
+    return [line_of_job(job) for job in outcome.jobs.values()]
+
+
+def line_of_job(job: JobOutcome) -> dict[str, Any]:
+    return {
+        **job.job.to_json(),
+        "status": job.status,
+        "started_s": job.started_s,
+        "finished_s": job.finished_s,
+        "on_time": job.on_time,
+        "steps_run": job.steps_run,
+        "switches": job.switches,
+        "chunks": job.chunks,
+        "work_s": job.work_s,
+    }
 
 
 def chunk_lines(outcome: Outcome) -> list[dict[str, Any]]:
@@ -94,21 +103,27 @@ def chunk_lines(outcome: Outcome) -> list[dict[str, Any]]:
     return [{name: getattr(c, name) for name in c.__slots__} for c in outcome.chunks]
 
 
-def table(reports: Sequence[dict[str, Any]]) -> str:
-    """All policies under each other, a row a class."""
-    rows: list[tuple[str, ...]] = [HEAD]
+def cells(reports: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """All policies under each other, a row a class, as text under HEAD."""
+    rows: list[tuple[str, ...]] = []
     for run in reports:
         rows.append(_row(run["policy"], "all", run["all"]))
         if len(run["classes"]) > 1:
             rows += [_row("", name, figures) for name, figures in run["classes"].items()]
+    return rows
+
+
+def table(reports: Sequence[dict[str, Any]]) -> str:
+    """`cells` in columns."""
+    rows = [HEAD, *cells(reports)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = []
     for row in rows:
-        cells = [
+        padded = [
             cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 

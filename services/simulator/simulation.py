@@ -26,7 +26,7 @@ from services.policies import make_policy
 from services.policies.base import View
 from services.simulator.calibrations import Calibration, KnownCosts
 from services.simulator.outcome import Chunk, JobOutcome, Outcome
-from services.simulator.pool import AFTER, Held, Overheads, Simulated, Workers
+from services.simulator.pool import AFTER, Held, Overheads, Part, Simulated, Workers
 from services.simulator.traces import TraceJob
 
 MODEL = "simulated"
@@ -79,7 +79,7 @@ class Simulation:
         self.workers = Workers(
             names,
             self._cost_s,
-            lambda job: self.outcome.jobs[job].job.steps,
+            lambda job: self.outcome.jobs[job].steps,
             setting.overheads,
             random.Random(setting.seed),
             self._started,
@@ -98,9 +98,10 @@ class Simulation:
         begun = time.perf_counter()
         coming = iter(self._trace)
         arrival = next(coming, None)
+        submit_s = self.setting.overheads.submit_s
         core, due, heard = self.core, self._due, self._heard
         while True:
-            now = math.inf if arrival is None else arrival.arrival_s
+            now = math.inf if arrival is None else arrival.arrival_s + submit_s
             if due and due[0][0] < now:
                 now = due[0][0]
             if heard and heard[0][0] < now:
@@ -118,8 +119,7 @@ class Simulation:
                     self._ended(held, now)
             while heard and heard[0][0] <= now:
                 effects += core.handle(heapq.heappop(heard)[2], now)
-            while arrival is not None and arrival.arrival_s <= now:
-                core._entering += 1  # as a push would have
+            while arrival is not None and arrival.arrival_s + submit_s <= now:
                 effects += core.handle(ev.Submitted(spec_of(arrival), "created"), now)
                 self.outcome.jobs[arrival.id].last_seen_s = now
                 arrival = next(coming, None)
@@ -145,6 +145,8 @@ class Simulation:
                 elif isinstance(effect, ev.Finish):
                     self._finished(effect, now)
                     following += core.handle(ev.Finished(effect.spec.id, "finished"), now)
+                elif isinstance(effect, ev.Shorten):
+                    self.outcome.jobs[effect.spec.id].steps = effect.steps
                 elif isinstance(effect, ev.Yield):
                     held = self.workers.ask_yield(effect.seq, now)
                     if held is not None:
@@ -168,7 +170,7 @@ class Simulation:
         if following is not None:
             self._alarm(following)
         rows, accepted = [], []
-        for part in held.parts:
+        for part, row in zip(held.parts, held.dispatch.rows, strict=True):
             record = self.outcome.jobs[part.job]
             steps = part.stop - part.start
             seconds = part.end_s - part.begin_s
@@ -188,8 +190,8 @@ class Simulation:
                 )
             )
             accepted.append(record.status == "waiting")
-            if self.setting.timeline:
-                self._note(name, held, part.job, part.start, part.stop, part.begin_s, now)
+            if self.setting.timeline and (steps or held.stage != DENOISE):
+                self._note(name, held, part, row.stop)
         if held.stage == DENOISE:
             self.outcome.busy_s += now - held.begun_s
         report = Report(held.seq, name, held.stage, tuple(rows), now - held.begun_s)
@@ -212,17 +214,20 @@ class Simulation:
         record.status = str(effect.status)
         record.finished_s = now
 
-    def _note(
-        self, rank: str, held: Held, job: str, start: int, stop: int, begin_s: float, end_s: float
-    ) -> None:
-        spec = self.outcome.jobs[job].job
-        left = self._cost_s(DECODE, job)
+    def _note(self, rank: str, held: Held, part: Part, planned: int) -> None:
+        spec = self.outcome.jobs[part.job].job
+        left = self._cost_s(DECODE, part.job)
         if held.stage != DECODE:
-            left += (spec.steps - start) * self._cost_s(DENOISE, job)
+            steps = self.outcome.jobs[part.job].steps - part.start
+            left += steps * self._cost_s(DENOISE, part.job)
         if held.stage == ENCODE:
-            left += self._cost_s(ENCODE, job)
-        slack = spec.deadline_s - begin_s - left
-        self.outcome.chunks.append(Chunk(rank, held.stage, job, start, stop, begin_s, end_s, slack))
+            left += self._cost_s(ENCODE, part.job)
+        self.outcome.chunks.append(
+            Chunk(
+                rank, held.stage, part.job, part.start, part.stop, part.begin_s, part.end_s,
+                spec.deadline_s - part.begin_s - left, planned, held.yielding,
+            )
+        )  # fmt: skip
 
     def _cost_s(self, stage: str, job: str) -> float:
         key = (stage, self.outcome.jobs[job].job.tokens)
@@ -245,10 +250,10 @@ def core_of(setting: Setting) -> Core:
     costs = KnownCosts(setting.costs) if setting.told is None else setting.told
     admission = Admission(PoolDefaults(), max_jobs=10**9)
     core = Core(make_policy(setting.policy), costs, admission, view)
-    core._refreshed = math.inf  # nobody reads standings here
+    core.refresh_s = math.inf  # nobody reads standings here
     if setting.lead_s == -math.inf:
         # Nothing is handed over ahead of time, so that there is nothing to wake up for.
-        core._set_alarm = lambda now: None  # type: ignore[method-assign]
+        core.board.next_free = lambda now: None  # type: ignore[method-assign]
     return core
 
 
@@ -263,6 +268,7 @@ def spec_of(job: TraceJob) -> JobSpec:
         priority=job.priority,
         deadline_s=job.deadline_s,
         on_late=job.on_late,
+        min_steps=job.min_steps,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.simulator.calibrations import Calibration
 
-ON_LATE = ("run", "drop")
+ON_LATE = ("run", "drop", "degrade")
 
 
 class TraceError(ValueError):
@@ -40,6 +40,7 @@ class TraceJob:
     num_frames: int = 1
     priority: int = 0
     on_late: str = "run"
+    min_steps: int = 0  # on_late degrade: the fewest steps it may be cut to
 
     def to_json(self) -> dict[str, Any]:
         """As a line of our JSONL."""
@@ -56,6 +57,7 @@ class TraceJob:
             "tokens": self.tokens,
             "priority": self.priority,
             "on_late": self.on_late,
+            **({"min_inference_steps": self.min_steps} if self.min_steps else {}),
         }
 
 
@@ -142,6 +144,12 @@ def job_of(
     on_late = str(fields.get("on_late", "run"))
     if on_late not in ON_LATE:
         raise ValueError(f"on_late is {on_late!r}; it is one of {', '.join(ON_LATE)}")
+    min_steps = int(_number(fields, "min_inference_steps") or 0)
+    if (on_late == "degrade") != (0 < min_steps <= steps):
+        raise ValueError(
+            f"min_inference_steps is {min_steps}; with on_late degrade it is 1 to {steps}, "
+            "else it is not given"
+        )
     named = fields.get("id", fields.get("request_id", default_id))
     return TraceJob(
         id=str(named),
@@ -156,6 +164,7 @@ def job_of(
         num_frames=frames,
         priority=int(_number(fields, "priority") or 0),
         on_late=on_late,
+        min_steps=min_steps,
     )
 
 
