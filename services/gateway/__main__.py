@@ -1,0 +1,62 @@
+"""`python -m services.gateway`: HTTP on http_host:http_port until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+from common.logs import set_up
+from common.settings import from_command_line
+from services.gateway.access import KeysError
+from services.gateway.app import make_app
+from services.gateway.gateway import Gateway
+
+log = logging.getLogger("slackwater.gateway")
+
+# Answers that are being written when the end comes; nobody waits for a job by then.
+STOP_S = 5
+
+
+class Server(uvicorn.Server):
+    """Before it waits for open requests to end, it tells those that wait for jobs."""
+
+    def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.gateway: Gateway = app.state.gateway
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.gateway.stop_waiting()
+        await super().shutdown(sockets)
+
+
+def main() -> int:
+    settings = from_command_line("python -m services.gateway")
+    set_up(settings.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        app = make_app(settings)
+    except KeysError as error:
+        print(error, file=sys.stderr)
+        return 2
+    config = uvicorn.Config(
+        app,
+        host=settings.http_host,
+        port=settings.http_port,
+        log_config=None,
+        access_log=False,  # its lines would have the signatures of links
+        server_header=False,
+        timeout_graceful_shutdown=STOP_S,
+    )
+    if not app.state.gateway.keyring.locked:
+        log.warning("no API keys are set: whoever reaches this port may use the pool")
+    log.info("HTTP on %s port %d", settings.http_host, settings.http_port)
+    Server(app, config).run()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
