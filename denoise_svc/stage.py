@@ -12,25 +12,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from common.handles import DeviceCache, Handle, HandleStore
-from common.models import batch, chunk, live, manifest, parcels, state
+from common.models import batch, chunk, live, manifest, parcels, state, step_cache
 from common.models.chunk import Chunk
 from common.models.errors import BadInput, NonFinite, NotCapturable, StateLost
 from common.models.live import LiveJob
 from common.models.model import Model
 from common.models.rows import guarded, is_fatal
+from common.models.step_cache import CacheState, Twins
 from common.models.values import is_finite
 from common.stage import DENOISE, Control, Outcome, Row, Task
 
 # Live jobs kept on the device. Image latents and embeddings are up to 15 MB a job, so this
 # holds a hundred; video jobs with UniPC history take 80 MB.
 CACHE_BYTES = 2 * 2**30
-LIVE = "live"
+LIVE, CACHE_STATE = "live", "cache_state"
+# Of that, for the states of step caches: they never push out a live job.
+CACHE_STATE_SHARE = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +61,13 @@ class DenoiseStage:
     ) -> None:
         self.model = Model(model, DENOISE, device, dtype, threads, attention, name)
         self.store = store
-        self.cache = DeviceCache(cache_bytes)
+        states = int(cache_bytes * CACHE_STATE_SHARE)
+        self.cache, self.cache_states = DeviceCache(cache_bytes - states), DeviceCache(states)
+        self._twins = Twins(self.model.pipe)
         self._limits = limits
-        self._resumed = {"resumed_device": 0, "resumed_read": 0}
+        # Rows that a forward may have, by batch key, where more once did not fit.
+        self._fits: dict[Any, int] = {}
+        self._counts = {"resumed_device": 0, "resumed_read": 0, "batch_rows": 0, "refused_rows": 0}
 
     def manifest(self) -> dict[str, Any]:
         return manifest.build(self.model, self._limits)
@@ -86,15 +94,14 @@ class DenoiseStage:
         staged = staged or {}
         opened: dict[str, Opened] = {}
         outcomes: dict[str, Outcome] = {}
-        together = [row for row in task.rows if not row.exact]
-        if self.model.quirks.batches and together:
+        together = [r for r in task.rows if not r.exact and not step_cache.wanted(r.params)]
+        if self.model.quirks.batching and together:
             opened = self._open_all(together, staged)
             outcomes = self._together(task, together, opened, control)
         for row in task.rows:
             if row.job not in outcomes:
-                work = partial(
-                    self._alone, task, row, staged.get(row.job), opened.get(row.job), control
-                )
+                parts = staged.get(row.job)
+                work = partial(self._alone, task, row, parts, opened.get(row.job), control)
                 outcomes[row.job] = guarded(row, work)
         return [outcomes[row.job] for row in task.rows]
 
@@ -102,23 +109,30 @@ class DenoiseStage:
         for handle in handles:
             if handle.part == state.LATENTS:
                 self.cache.drop(handle.job, handle.seq, LIVE)
+                self.cache_states.drop(handle.job, handle.seq, CACHE_STATE)
             self.store.free(handle)
 
     def counts(self) -> dict[str, int]:
-        """Chunks that went on from the device, and those whose state was read back first."""
-        return dict(self._resumed)
+        """Chunks that went on from the device, and those whose state was read back first; rows
+        of the largest forward that ran, and of the last one that did not fit its memory."""
+        return dict(self._counts)
 
     def close(self) -> None:
         self.cache.shrink(0)
+        self.cache_states.shrink(0)
 
     # -- several rows in one forward -----------------------------------------------------------
 
     def _open_all(self, rows: list[Row], staged: dict[str, Any]) -> dict[str, Opened]:
-        """What could be opened; a row that could not runs alone and says why."""
+        """What could be opened; a row that could not runs alone and says why.
+
+        It is no longer staged: what a batch leaves half way must be read again.
+        """
         opened = {}
         for row in rows:
             with contextlib.suppress(Exception):
                 opened[row.job] = self._open(row, staged.get(row.job))
+                staged.pop(row.job, None)
         return opened
 
     def _together(
@@ -127,35 +141,57 @@ class DenoiseStage:
         """Outcomes of the rows that shared a forward; a guided job shares it with itself."""
         groups: dict[Any, list[Row]] = {}
         for row in rows:
-            if row.job in opened:
-                groups.setdefault(batch.key(self.model, opened[row.job][0]), []).append(row)
+            key = batch.key(self.model, opened[row.job][0]) if row.job in opened else None
+            if key is not None:
+                groups.setdefault(key, []).append(row)
         outcomes: dict[str, Outcome] = {}
-        for group in groups.values():
-            if sum(batch.branches(opened[row.job][0]) for row in group) < 2:
+        for key, group in groups.items():
+            if sum(batch.branches(opened[row.job][0]) for row in group) > 1:
+                outcomes |= self._shared(task, key, group, opened, control)
+        return outcomes
+
+    def _shared(
+        self,
+        task: Task,
+        key: Any,
+        group: list[Row],
+        opened: dict[str, Opened],
+        control: Control,
+    ) -> dict[str, Outcome]:
+        """One batch; a row it has no outcome for runs alone, from where it stands."""
+        began = perf_counter()
+        pairs = [opened.pop(row.job) for row in group]
+        jobs = [job for job, _ in pairs]
+        try:
+            ran = batch.run(
+                self.model,
+                jobs,
+                [job.iteration_at(row.stop) for job, row in zip(jobs, group, strict=True)],
+                control.should_stop,
+                partial(_tell, control, group, jobs),
+                self.model.device,
+                _leaves(control, group),
+                self._fits.get(key),
+            )
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            # One of them spoils it for all; alone, from their handles, each gets its due.
+            log.exception("a batch of %d failed; its rows run alone", len(group))
+            return {}
+        if ran.refused_rows:
+            self._fits[key] = max(1, ran.refused_rows // 2)
+            self._counts["refused_rows"] = ran.refused_rows
+        outcomes = {}
+        for row, (job, prepared), done in zip(group, pairs, ran.jobs, strict=True):
+            if isinstance(done, Chunk) and not done.step_s:
+                opened[row.job] = job, prepared  # not even by itself with its branches merged
                 continue
-            began = perf_counter()
-            pairs = [opened.pop(row.job) for row in group]
-            jobs = [job for job, _ in pairs]
-            try:
-                chunks = batch.run(
-                    self.model,
-                    jobs,
-                    [job.iteration_at(row.stop) for job, row in zip(jobs, group, strict=True)],
-                    control.should_stop,
-                    partial(_tell, control, group, jobs),
-                    self.model.device,
-                )
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                # One of them spoils it for all; alone, from their handles, each gets its due.
-                log.exception("a batch of %d failed; its rows run alone", len(group))
-                continue
-            for row, (job, prepared), done in zip(group, pairs, chunks, strict=True):
-                work = partial(self._finish, task, row, job, prepared, done)
-                outcomes[row.job] = guarded(row, work)
-            for row in group:
-                outcomes[row.job].seconds = perf_counter() - began
+            work = partial(self._finish, task, row, job, prepared, done)
+            outcomes[row.job] = guarded(row, work)
+            self._counts["batch_rows"] = max(self._counts["batch_rows"], outcomes[row.job].rows)
+        for outcome in outcomes.values():
+            outcome.seconds = perf_counter() - began
         return outcomes
 
     # -- one row -----------------------------------------------------------------------------
@@ -164,7 +200,8 @@ class DenoiseStage:
         self, task: Task, row: Row, staged: Any, opened: Opened | None, control: Control
     ) -> Outcome:
         job, prepared = opened or self._open(row, staged)
-        done = chunk.run(
+        run = partial(
+            chunk.run,
             job.pipe,
             self.model.split,
             job.state,
@@ -176,7 +213,16 @@ class DenoiseStage:
             self.model.device,
             self.model.quirks.timestep_per_picture,
         )
-        return self._finish(task, row, job, prepared, done)
+        if not step_cache.wanted(row.params):
+            return self._finish(task, row, job, prepared, run())
+        with self._twins.of(row.params).running(job.pipe, self._take_cache_state(row)) as cached:
+            done = run()
+        job.skipped += cached.skipped
+        outcome = self._finish(task, row, job, prepared, done)
+        if job.iteration < job.iterations:
+            size = cached.state.nbytes()
+            self.cache_states.put(row.job, task.seq, CACHE_STATE, cached.state, size)
+        return outcome
 
     def _open(self, row: Row, staged: Any) -> Opened:
         """The job, live, and its prepared part if this is its first chunk."""
@@ -184,7 +230,7 @@ class DenoiseStage:
             raise staged
         job, prepared = self._take_live(row), None
         if job is not None:
-            self._resumed["resumed_device"] += 1
+            self._counts["resumed_device"] += 1
         else:
             job, prepared = staged or self._open_from(row, self._read(row))
         at = job.step_at(job.iteration)
@@ -199,16 +245,23 @@ class DenoiseStage:
             raise NotCapturable(f"{self.model.verdict.scheduler}: {self.model.verdict.reason}")
         if state.LATENTS in row.handles:
             job = live.resume(self.model, row.params, parts)
-            self._resumed["resumed_read"] += 1
+            self._counts["resumed_read"] += 1
             return job, None
         embeds = parts[state.EMBEDS]
         job = live.prepare(self.model, row.params, embeds)
         return job, state.capture_prepared(self.model.split, job.state, job.marks, embeds)
 
     def _finish(
-        self, task: Task, row: Row, job: LiveJob, prepared: dict[str, Any] | None, done: Chunk
+        self,
+        task: Task,
+        row: Row,
+        job: LiveJob,
+        prepared: dict[str, Any] | None,
+        done: Chunk | Exception,
     ) -> Outcome:
         """Write the state through, keep the job live, say how far it came."""
+        if isinstance(done, Exception):
+            raise done
         job.iteration, job.carried = done.iteration, done.carried
         step = job.step_at(job.iteration)
         _check_finite(job.carried, step)
@@ -223,9 +276,18 @@ class DenoiseStage:
             raise
         if job.iteration < job.iterations:
             self.cache.put(row.job, task.seq, LIVE, job, job.nbytes())
+        # Steps under a cache are short or long: their mean is what a step costs.
+        middle = statistics.fmean if step_cache.wanted(row.params) else statistics.median
         # One step may be several iterations (Heun: two).
-        step_s = statistics.median(done.step_s) * job.iterations / job.steps if done.step_s else 0.0
-        return Outcome(job=row.job, step=step, handles=written, step_s=step_s)
+        step_s = middle(done.step_s) * job.iterations / job.steps if done.step_s else 0.0
+        return Outcome(
+            job=row.job,
+            step=step,
+            handles=written,
+            step_s=step_s,
+            rows=done.rows,
+            skipped=job.skipped,
+        )
 
     def _write(self, task: Task, row: Row, part: str, values: dict[str, Any]) -> Handle:
         return self.store.put(
@@ -264,11 +326,29 @@ class DenoiseStage:
         self.cache.drop_job(row.job)
         return job if job is not None and job.step_at(job.iteration) == row.start else None
 
+    def _take_cache_state(self, row: Row) -> CacheState | None:
+        """Its step cache as it stood when these latents were written, if it is still here.
+
+        It leaves the device as a live job does: a chunk moves it on.
+        """
+        latents = row.handles.get(state.LATENTS)
+        found: CacheState | None = None
+        if latents is not None:
+            found = self.cache_states.get(row.job, latents.seq, CACHE_STATE)
+        self.cache_states.drop_job(row.job)
+        return found
+
 
 def _tell(
     control: Control, rows: list[Row], jobs: list[LiveJob], place: int, iteration: int
 ) -> None:
     control.progress(rows[place].job, jobs[place].step_at(iteration))
+
+
+def _leaves(control: Control, rows: list[Row]) -> Callable[[int], bool]:
+    """Whether the row at a place need not go on, where the control knows of canceled jobs."""
+    has_left: Callable[[str], bool] | None = getattr(control, "has_left", None)
+    return batch.never if has_left is None else lambda place: has_left(rows[place].job)
 
 
 def _check_finite(carried: dict[str, Any], step: int) -> None:

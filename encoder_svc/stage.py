@@ -1,23 +1,27 @@
 """The encode stage: prompts to embeddings.
 
-Each row is encoded alone, exact or not: encoding two prompts together changes both (5e-7),
-and a prompt costs little beside the steps that follow.
+An exact row is encoded alone: encoding two prompts together changes both (5e-7). Rows that need
+not be exact and have prompts of equal token length are encoded together.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from common.handles import Handle, HandleStore, Parcel
-from common.models import guidance, manifest, parcels, request, state
+from common.models import guidance, manifest, parcels, request, state, together
 from common.models.embed_cache import EmbedCache
 from common.models.errors import NonFinite
 from common.models.model import Model
-from common.models.rows import guarded
+from common.models.rows import give_back_memory, guarded, is_fatal, is_out_of_memory
 from common.models.values import is_finite
 from common.stage import ENCODE, Control, Outcome, Row, Task
+
+log = logging.getLogger(__name__)
 
 # A prompt of Qwen-Image is up to 7 MB: some forty of the longest, thousands of small ones.
 CACHE_BYTES = 256 * 2**20
@@ -43,6 +47,8 @@ class EncodeStage:
         self.model = Model(model, ENCODE, device, dtype, threads, attention, name)
         self.store = store
         self.cache = EmbedCache(cache_bytes)
+        # What was encoded with others, which an exact job must not get.
+        self._shared = EmbedCache(cache_bytes)
         self._limits = limits
         self._reads = {
             param.name
@@ -58,7 +64,11 @@ class EncodeStage:
         """Nothing to read: a prompt comes with its task."""
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
-        return [guarded(row, partial(self._row, task, row)) for row in task.rows]
+        shares = self._encode_together([row for row in task.rows if not row.exact])
+        outcomes = [guarded(row, partial(self._row, task, row)) for row in task.rows]
+        for outcome in outcomes:
+            outcome.seconds += shares.get(outcome.job, 0.0)
+        return outcomes
 
     def free(self, handles: list[Handle]) -> None:
         for handle in handles:
@@ -69,16 +79,85 @@ class EncodeStage:
 
     def close(self) -> None:
         self.cache.clear()
+        self._shared.clear()
 
     def _row(self, task: Task, row: Row) -> Outcome:
-        content = self._content(row.params)
-        key = self.cache.key(content)
+        key = self._key(row.params)
         parcel = self.cache.get(key)
+        if parcel is None and not row.exact:
+            parcel = self._shared.get(key)
         if parcel is None:
             parcel = self._encode(row.params)
             self.cache.put(key, parcel)
         handle = self.store.put(row.job, task.seq, state.EMBEDS, parcel)
         return Outcome(job=row.job, handles={state.EMBEDS: handle})
+
+    def _encode_together(self, rows: list[Row]) -> dict[str, float]:
+        """Fill the shared cache with what several rows lack; the rest is encoded row by row.
+
+        By job, its share of the seconds that this took.
+        """
+        groups: dict[Any, dict[str, Row]] = {}
+        shares: dict[str, float] = {}
+        for row in rows:
+            key = self._key(row.params)
+            known = key in self.cache or key in self._shared
+            lengths = None if known else self._lengths(row.params)
+            if lengths is not None:
+                groups.setdefault(lengths, {})[key] = row
+        for group in groups.values():
+            if len(group) < 2:
+                continue
+            began = perf_counter()
+            try:
+                made = self._encode_all([row.params for row in group.values()])
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                if is_out_of_memory(error):
+                    give_back_memory()
+                log.warning("%d prompts could not be encoded together: %s", len(group), error)
+                continue
+            for key, parcel in zip(group, made, strict=True):
+                self._shared.put(key, parcel)
+            share = (perf_counter() - began) / len(group)
+            shares |= {row.job: share for row in group.values()}
+        return shares
+
+    def _lengths(self, params: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Rows of equal lengths may be encoded together; None for one that may not.
+
+        Token counts of every prompt read, by every tokenizer, and the other things that the
+        encode blocks read.
+        """
+        content = self._content(params)
+        prompts = {k: content.pop(k) for k in together.PROMPTS if content.get(k) is not None}
+        try:
+            counts = tuple(
+                len(getattr(self.model.pipe, name)(prompt).input_ids)
+                for name in together.TOKENIZERS
+                if getattr(self.model.pipe, name, None) is not None
+                for prompt in prompts.values()
+            )
+        except Exception:  # what is wrong with the prompt is said when it is encoded
+            return None
+        return (*prompts, counts, repr(sorted(content.items())))
+
+    def _encode_all(self, rows: list[dict[str, Any]]) -> list[Parcel]:
+        """Parcels of several rows, from one run of the encode blocks."""
+        joint = dict(rows[0])
+        for name in together.PROMPTS:
+            if joint.get(name) is not None:
+                joint[name] = [params[name] for params in rows]
+        embeds = self._run_blocks(joint)
+        split = together.split(embeds["values"], len(rows))
+        return [
+            parcels.write(state.EMBEDS, {**embeds, "values": values}, self.model.device)
+            for values in split
+        ]
+
+    def _key(self, params: dict[str, Any]) -> str:
+        return self.cache.key(self._content(params))
 
     def _content(self, params: dict[str, Any]) -> dict[str, Any]:
         """What the embeddings depend on. Without guidance the negative prompt is not read."""
@@ -95,6 +174,10 @@ class EncodeStage:
         return self.model.quirks.encode_needs_cfg or guidance.is_on(self.model.rule, params)
 
     def _encode(self, params: dict[str, Any]) -> Parcel:
+        return parcels.write(state.EMBEDS, self._run_blocks(params), self.model.device)
+
+    def _run_blocks(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The encode blocks' outputs; prompts in `params` may be lists."""
         model = self.model
         own = model.own_pipeline(params)
         if model.quirks.encode_needs_cfg:
@@ -106,4 +189,4 @@ class EncodeStage:
         for name, value in embeds["values"].items():
             if not is_finite(value):
                 raise NonFinite(f"{name} is not finite; the text encoder overflowed")
-        return parcels.write(state.EMBEDS, embeds, model.device)
+        return embeds

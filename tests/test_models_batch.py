@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from common.batching import batch_key, forward_rows
 from tests.tiny_models import shared_qwenimage
 from tests.tiny_pipeline import Control, Job, Stages
 
@@ -18,6 +21,12 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     return Stages(shared_qwenimage(), tmp_path_factory.mktemp("arena") / "arena")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Stages:
+    """Stages that have not learned yet what fits."""
+    return Stages(shared_qwenimage(), tmp_path / "arena")
 
 
 MIX: dict[str, dict[str, Any]] = {
@@ -145,10 +154,16 @@ def test_a_batch_that_breaks_is_run_row_by_row(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in the joint forward costs the batch, not the jobs."""
-    from common.models.batch import JointGuider
+    from common.models.joint import JointGuider
+
+    calls: list[int] = []
+    prepare = JointGuider.prepare_inputs
 
     def broken(self: Any, data: Any) -> Any:
-        raise RuntimeError("no")
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("no")
+        return prepare(self, data)
 
     jobs = start(stages)
     monkeypatch.setattr(JointGuider, "prepare_inputs", broken)
@@ -158,9 +173,115 @@ def test_a_batch_that_breaks_is_run_row_by_row(
         job.free()
 
 
+def test_a_batch_that_does_not_fit_is_halved(
+    fresh: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory costs no job and no step: forwards shrink until they fit, and stay so."""
+    forwards = limit_rows(fresh, monkeypatch, most=3)
+    jobs = start(fresh)  # 7 rows
+    outcomes = batch(fresh, jobs, 3)
+    assert [o.step for o in outcomes] == [3, 3, 3, 3]
+    assert {o.rows for o in outcomes} == {3, 2}
+    counts = fresh.by_kind["denoise"].counts()
+    assert (counts["refused_rows"], counts["batch_rows"]) == (7, 3)
+    forwards.clear()
+    batch(fresh, jobs, 99)
+    assert max(forwards) <= 3  # no second try of what did not fit
+    monkeypatch.undo()
+    for job in jobs:
+        assert (job.latents() - alone(fresh, MIX[job.id])).abs().max() < TOLERANCE
+        job.free()
+
+
+def test_a_guided_job_that_only_fits_branch_by_branch_runs_so(
+    fresh: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last resort is the job alone, its branches apart; nothing is lost."""
+    limit_rows(fresh, monkeypatch, most=1)
+    jobs = start(fresh, {"a": MIX["guided"], "b": {**MIX["strong"], "seed": 9}})
+    outcomes = batch(fresh, jobs, 99)
+    assert [(o.step, o.rows) for o in outcomes] == [(9, 0), (5, 0)]
+    monkeypatch.undo()
+    assert torch.equal(jobs[0].latents(), alone(fresh, MIX["guided"]))
+    for job in jobs:
+        job.free()
+
+
+def test_what_a_jobs_own_scheduler_raises_fails_that_job(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on in the same batch, without a step done twice."""
+    jobs = start(stages)
+    scheduler = type(stages.by_kind["denoise"].model.pipe.scheduler)
+    step = scheduler.step
+
+    def broken(self: Any, noise: Any, t: Any, sample: Any, **kw: Any) -> Any:
+        if sample.shape[0] == 2 and self.step_index == 2:
+            raise RuntimeError("no third step")
+        return step(self, noise, t, sample, **kw)
+
+    monkeypatch.setattr(scheduler, "step", broken)
+    control = Control()
+    outcomes = batch(stages, jobs, 99, control)
+    assert [o.error_code for o in outcomes] == ["", "", "", "stage_error"]
+    assert control.told.count(("guided", 1)) == 1
+    monkeypatch.undo()
+    for job in jobs[:3]:
+        assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
+    for job in jobs:
+        job.free()
+
+
+def test_a_canceled_job_leaves_the_batch(stages: Stages) -> None:
+    """Its row is gone from the next step on; the others finish."""
+
+    class Cancels(Control):
+        def has_left(self, job: str) -> bool:
+            return job == "guided" and ("guided", 2) in self.told
+
+    jobs = start(stages)
+    control = Cancels()
+    outcomes = batch(stages, jobs, 99, control)
+    assert [o.step for o in outcomes] == [6, 2, 5, 7]
+    for job in jobs:
+        if job.id != "guided":
+            assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
+        job.free()
+
+
+def test_jobs_of_one_batch_key_share_a_forward(stages: Stages) -> None:
+    """What the coordinator computes from the manifest holds in the worker."""
+    manifest = stages.by_kind["denoise"].manifest()
+    jobs = start(stages)
+    keys = {batch_key(job.params, manifest, exact=False) for job in jobs}
+    assert len(keys) == 1
+    assert "" not in keys
+    rows = sum(forward_rows(job.params, manifest) for job in jobs)
+    assert {outcome.rows for outcome in batch(stages, jobs, 1)} == {rows}
+    for job in jobs:
+        job.free()
+
+
+def limit_rows(stages: Stages, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """A device with memory for `most` rows a forward; the list fills with what was asked."""
+    transformer = stages.by_kind["denoise"].model.pipe.transformer
+    forward, asked = transformer.forward, []
+
+    @functools.wraps(forward)
+    def limited(**given: Any) -> Any:
+        rows = given["hidden_states"].shape[0]
+        asked.append(rows)
+        if rows > most:
+            raise torch.OutOfMemoryError(f"{rows} rows")
+        return forward(**given)
+
+    monkeypatch.setattr(transformer, "forward", limited)
+    return asked
+
+
 def test_sizes_are_not_mixed_in_a_forward(stages: Stages) -> None:
     """Jobs of another size in the task form a batch of their own, or run alone."""
-    mix = {
+    mix: dict[str, dict[str, Any]] = {
         "a": {"negative_prompt": "x"},
         "b": {"width": 96, "seed": 1},
         "c": {"seed": 2},

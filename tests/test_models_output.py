@@ -112,6 +112,8 @@ def test_parameters_have_the_classic_pipelines_defaults(model: Model) -> None:
         "guidance_scale": None,
         "sigmas": None,
         "max_sequence_length": 512,
+        "cache": "none",
+        "cache_threshold": None,
     }
     assert parameters["prompt"]["required"]
     assert parameters["width"]["multiple_of"] == 16

@@ -1,18 +1,20 @@
 """Several jobs in one forward pass, for rows that need not be exact.
 
-A row is one (picture, CFG branch) of one job. Each job keeps its own step, scheduler, guider,
-guidance scale and prompt length: the family's own step blocks run once over all rows, with a
-guider and a scheduler put in that split the rows by job and ask each job's own. Against the
-same job alone this differs by rounding only (fp32: up to 1e-5, see docs/models.md); padding
-is masked and a neighbour's values never enter.
+Each job keeps its own step, scheduler, guider, guidance scale and number of pictures: the
+family's own step blocks run once over all rows (joint.py). Against the same job alone this
+differs by rounding only (fp32: up to 1e-5, see docs/models.md); padding is masked and a
+neighbour's values never enter.
 
-Only families marked in quirks.py: the blocks must take their embeddings through the guider,
-and their prompts must have masks.
+Between any two steps jobs may leave: at their own stop, when told to, or because their own
+scheduler raised. A forward that runs out of memory is halved and tried again at the same step.
+
+Only families with an entry `batching` in quirks.py.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,55 +23,63 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 
-from common.models import chunk
+from common.models import chunk, joint
 from common.models.chunk import Chunk
+from common.models.joint import JointGuider, JointScheduler, Member
 from common.models.live import Denoiser, LiveJob
+from common.models.quirks import Batching
+from common.models.rows import give_back_memory, is_out_of_memory
 
-FIELDS = "denoiser_input_fields"
+log = logging.getLogger(__name__)
+
+HIGH, LOW = "guider", "guider_2"  # guiders of the two experts of a model that has two
 
 
-class PerJob(list[Any]):
-    """One value a job, passed through the blocks untouched to the joint guider."""
+def never(place: int) -> bool:
+    return False
 
 
 @dataclass
-class Member:
-    """One job in the batch, while it is in it."""
+class Batched:
+    """What became of each job, in order.
 
-    job: LiveJob
-    stop: int  # iteration at which it leaves
-    block: BlockState
-    step_s: list[float]
+    A Chunk stops short of the job's stop where the run was stopped, the job left, or it did not
+    even fit alone with its branches merged. An exception is the job's own, and its state is no
+    longer good.
+    """
 
-    @property
-    def pictures(self) -> int:
-        return int(self.block.latents.shape[0])
-
-    @property
-    def branches(self) -> int:
-        return branches(self.job)
-
-    @property
-    def timestep(self) -> torch.Tensor:
-        timesteps: torch.Tensor = self.block.timesteps
-        return timesteps[self.job.iteration]
+    jobs: list[Chunk | Exception]
+    refused_rows: int = 0  # the smallest forward that did not fit; 0 if all did
 
 
 def key(model: Denoiser, job: LiveJob) -> tuple[Any, ...] | None:
-    """Jobs of equal keys may share a forward; None where this family's may not.
+    """Jobs of equal keys may share a forward; None where this job may not.
 
-    Geometry must agree: padding pictures costs more than it gains on CPUs.
+    Geometry must agree: padding pictures costs more than it gains on CPUs. So must the length
+    of prompts, where the denoiser takes no mask for them.
     """
-    if not model.quirks.batches:
+    how = model.quirks.batching
+    if how is None or any(job.state.get(name) is not None for name in how.alone_with):
         return None
     latents = job.carried.get("latents", job.state.get("latents"))
+    lengths = () if how.pads else _prompt_lengths(job)
+    if len(lengths) > 1:
+        return None
     shapes = repr(job.state.get("img_shapes"))
-    return (tuple(latents.shape[1:]), str(latents.dtype), shapes)
+    return (tuple(latents.shape[1:]), str(latents.dtype), shapes, lengths)
+
+
+def _prompt_lengths(job: LiveJob) -> tuple[int, ...]:
+    """Token counts of the job's prompt and, where it reads one, its negative prompt."""
+    names = ["prompt_embeds", "negative_prompt_embeds"][: branches(job)]
+    found = [job.state.get(name) for name in names]
+    return tuple(sorted({int(e.shape[1]) for e in found if isinstance(e, torch.Tensor)}))
 
 
 def branches(job: LiveJob) -> int:
     """Forward rows a picture: two where guidance is on."""
-    return int(job.pipe.guider.num_conditions)
+    guider = getattr(job.pipe, "guider", None)
+    return 1 if guider is None else int(guider.num_conditions)
 
 
 def run(
@@ -79,180 +89,154 @@ def run(
     should_stop: Callable[[], bool] = chunk.never,
     progress: Callable[[int, int], None] = lambda job, iteration: None,
     device: torch.device | None = None,
-) -> list[Chunk]:
+    leaves: Callable[[int], bool] = never,
+    max_rows: int | None = None,
+) -> Batched:
     """Run each job to its own stop (an iteration), all that are left in one forward a step.
 
-    `progress` is told the job's place in `jobs` and its iteration. An exception leaves the
-    jobs half way: throw them away and start again from their handles.
+    `progress` is told the job's place in `jobs` and its iteration; `leaves` is asked by place
+    whether a job need not go on. `max_rows` bounds one forward; one job is always let in. An
+    exception leaves the jobs half way: throw them away and start again from their handles.
     """
+    how = model.quirks.batching
+    assert how is not None
     members = []
     for job, stop in zip(jobs, stops, strict=True):
         job.state.values.update(job.carried)
         block = chunk.preamble(job.pipe, model.split, job.state)
-        members.append(Member(job, min(stop, job.iterations), block, []))
+        members.append(Member(job, min(stop, job.iterations), block))
+    run = _Run(model, how, max_rows)
     pacer = chunk.Pacer(device or torch.device("cpu"))
     left = list(members)
     last = perf_counter()
-    with torch.no_grad():
-        while left:
-            joint, pipe = _join(model, left), copy.copy(model.pipe)
-            pipe.guider, pipe.scheduler = JointGuider(left), JointScheduler(left)
-            # The same members until the first of them leaves.
-            for _ in range(min(m.stop - m.job.iteration for m in left)):
-                if any(m.step_s for m in members) and should_stop():
-                    _part(joint, left)
-                    left = []
-                    break
-                model.split.loop.loop_step(pipe, joint, i=0, t=_timesteps(left))
+    try:
+        with torch.no_grad():
+            while left:
+                done = run.step(left)
                 pacer.step_issued()
                 now = perf_counter()
-                for member in left:
-                    member.job.iteration += 1
-                    member.step_s.append(now - last)
-                    progress(members.index(member), member.job.iteration)
+                for m in done:
+                    m.job.iteration += 1
+                    m.step_s.append(now - last)
+                    progress(members.index(m), m.job.iteration)
                 last = now
-            else:
-                _part(joint, left)
-                left = [m for m in left if m.job.iteration < m.stop]
+                if should_stop():
+                    break
+                left = [
+                    m for m in done if m.job.iteration < m.stop and not leaves(members.index(m))
+                ]
+    finally:
+        run.part()
     pacer.drain()
-    return [
-        Chunk(
-            iteration=m.job.iteration,
-            carried={**m.job.carried, "latents": m.block.latents},
-            step_s=m.step_s,
-        )
-        for m in members
-    ]
+    return Batched([m.error or _chunk(m) for m in members], run.refused_rows)
 
 
-def _join(model: Denoiser, members: list[Member]) -> BlockState:
-    """One block state for all rows; what only the guider reads stays apart by job."""
-    joint = BlockState(**members[0].block.as_dict())
-    shared = {}
-    for name, value in members[0].block[FIELDS].items():
-        if isinstance(value, torch.Tensor):
-            continue
-        shared[name] = value  # geometry, equal by `key`
-    names = {n for m in members for n in m.block[FIELDS]} - set(shared)
-    for name in names:
-        setattr(joint, name, PerJob(getattr(m.block, name, None) for m in members))
-    joint[FIELDS] = shared
-    joint.additional_cond_kwargs = {}
-    joint.latents = _rows(members, [m.block.latents for m in members])
-    return joint
+def _chunk(m: Member) -> Chunk:
+    carried = {**m.job.carried, "latents": m.block.latents}
+    return Chunk(m.job.iteration, carried, m.step_s, m.rows_seen)
 
 
-def _rows(members: list[Member], by_job: list[torch.Tensor]) -> torch.Tensor:
-    """Pictures to rows: each job's pictures once a branch, branch after branch."""
-    return torch.cat([t for m, t in zip(members, by_job, strict=True) for _ in range(m.branches)])
+class _Forward:
+    """Jobs that share a forward, step after step, while nothing about them changes."""
+
+    def __init__(self, model: Denoiser, how: Batching, members: list[Member], guider: str) -> None:
+        self.members, self._model = members, model
+        self._experts = hasattr(model.pipe, LOW)
+        self._rows = [m.rows for m in members]
+        self.rows = sum(self._rows)
+        self.scheduler = JointScheduler(members)
+        self._state: BlockState = joint.join(members, how)
+        self._pipe = copy.copy(model.pipe)
+        self._pipe.scheduler = self.scheduler
+        if members[0].guider is not None:
+            setattr(self._pipe, guider, JointGuider(members, how))
+
+    def step(self) -> None:
+        self.scheduler.stepped = False
+        t: Any = joint.timesteps(self.members)
+        if self._experts:
+            t = joint.RowTimesteps(t)
+        self._model.split.loop.loop_step(self._pipe, self._state, i=0, t=t)
+        for m in self.members:
+            m.rows_seen = max(m.rows_seen, self.rows)
+
+    def part(self) -> None:
+        joint.part(self._state, self.members, self._rows)
 
 
-def _timesteps(members: list[Member]) -> torch.Tensor:
-    return torch.cat([m.timestep.reshape(1).expand(m.pictures * m.branches) for m in members])
+class _Run:
+    """The forwards of one chunk: laid out anew whenever the jobs, experts or branches change."""
 
+    def __init__(self, model: Denoiser, how: Batching, max_rows: int | None) -> None:
+        self._model, self._how, self._max_rows = model, how, max_rows
+        self._layout: list[tuple[Any, ...]] = []
+        self._forwards: list[_Forward] = []
+        self.refused_rows = 0
+        config = getattr(model.pipe, "config", {})
+        self._boundary = None
+        if hasattr(model.pipe, LOW):
+            self._boundary = config["boundary_ratio"] * model.pipe.num_train_timesteps
 
-def _part(joint: BlockState, members: list[Member]) -> None:
-    """Give each job its latents back, out of the batch's storage."""
-    at = 0
-    for member in members:
-        member.block.latents = joint.latents[at : at + member.pictures].clone()
-        at += member.pictures * member.branches
+    def step(self, left: list[Member]) -> list[Member]:
+        """One step of every job; those that made it, which is all but few."""
+        layout = []
+        for m in left:
+            guider = self._guider(m)
+            m.settle(guider)
+            layout.append((id(m), guider, m.branches))
+        if layout != self._layout:
+            self.part()
+            self._forwards = [
+                self._forward(group, guider)
+                for guider in dict.fromkeys(guider for _, guider, _ in layout)
+                for group in self._fit([m for m in left if self._guider(m) == guider])
+            ]
+            self._layout = layout
+        waiting = self._forwards
+        self._forwards = ran = []
+        while waiting:
+            forward = waiting.pop(0)
+            try:
+                forward.step()
+            except Exception as error:
+                if not is_out_of_memory(error) or forward.scheduler.stepped:
+                    raise
+                waiting[:0] = self._smaller(forward)
+            else:
+                ran.append(forward)
+        return [m for f in ran for m in f.members if m.error is None]
 
+    def part(self) -> None:
+        """Every job's latents back to its own block state."""
+        for forward in self._forwards:
+            forward.part()
+        self._forwards, self._layout = [], []
 
-class JointGuider:
-    """Stands in for the guider of one job; asks the guider of each."""
+    def _guider(self, m: Member) -> str:
+        return HIGH if self._boundary is None or m.timestep >= self._boundary else LOW
 
-    def __init__(self, members: list[Member]) -> None:
-        self._members = members
-        self._batches: list[list[BlockState]] = []
+    def _forward(self, members: list[Member], guider: str) -> _Forward:
+        return _Forward(self._model, self._how, members, guider)
 
-    def set_state(self, step: int, num_inference_steps: int, timestep: Any) -> None:
-        for m in self._members:
-            m.job.pipe.guider.set_state(
-                step=m.job.iteration,
-                num_inference_steps=m.block.num_inference_steps,
-                timestep=m.timestep,
-            )
+    def _fit(self, members: list[Member]) -> list[list[Member]]:
+        """Members in order, as many a forward as the bound allows."""
+        groups: list[list[Member]] = []
+        for m in members:
+            rows = sum(other.rows for other in groups[-1]) if groups else 0
+            if groups and (self._max_rows is None or rows + m.rows <= self._max_rows):
+                groups[-1].append(m)
+            else:
+                groups.append([m])
+        return groups
 
-    def prepare_inputs(self, data: dict[str, Any]) -> list[BlockState]:
-        """One batch of all rows, prompts padded to the longest."""
-        self._batches = []
-        for i, m in enumerate(self._members):
-            own = {
-                name: tuple(v[i] if isinstance(v, PerJob) else None for v in pair)
-                for name, pair in data.items()
-            }
-            self._batches.append(m.job.pipe.guider.prepare_inputs(own))
-        flat = [batch for batches in self._batches for batch in batches]
-        values: dict[str, Any] = {}
-        for name in data:
-            if not name.endswith("_mask"):
-                mask = f"{name}_mask"
-                values[name], values[mask] = _pad(
-                    [batch[name] for batch in flat], [batch[mask] for batch in flat]
-                )
-        return [BlockState(**values)]
-
-    def prepare_models(self, denoiser: Any) -> None:
-        return None
-
-    def cleanup_models(self, denoiser: Any) -> None:
-        return None
-
-    def __call__(self, states: list[BlockState]) -> BlockState:
-        """Each job's guider over its own rows; predictions of all pictures, job after job."""
-        noise, at, out = states[0].noise_pred, 0, []
-        for m, batches in zip(self._members, self._batches, strict=True):
-            for batch in batches:
-                batch.noise_pred = noise[at : at + m.pictures]
-                at += m.pictures
-            out.append(m.job.pipe.guider(batches))
-        return BlockState(
-            pred=torch.cat([o.pred for o in out]),
-            pred_cond=torch.cat([o.pred_cond for o in out]),
-        )
-
-
-def _pad(
-    embeds: list[torch.Tensor], masks: list[torch.Tensor | None]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of several prompt lengths as one tensor and its mask; no mask where none is needed."""
-    longest = max(e.shape[1] for e in embeds)
-    if all(e.shape[1] == longest for e in embeds) and all(m is None for m in masks):
-        return torch.cat(embeds), None
-    padded, known = [], []
-    for e, m in zip(embeds, masks, strict=True):
-        extra = longest - e.shape[1]
-        ones = torch.ones(e.shape[:2], dtype=torch.long, device=e.device) if m is None else m
-        padded.append(torch.nn.functional.pad(e, (0, 0, 0, extra)))
-        known.append(torch.nn.functional.pad(ones, (0, extra)))
-    return torch.cat(padded), torch.cat(known)
-
-
-class JointScheduler:
-    """Stands in for the scheduler of one job; steps each job's rows with its own."""
-
-    def __init__(self, members: list[Member]) -> None:
-        self._members = members
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._members[0].job.pipe.scheduler, name)
-
-    def step(
-        self, noise: torch.Tensor, t: Any, latents: torch.Tensor, return_dict: bool = False
-    ) -> tuple[torch.Tensor]:
-        """`noise` has one row a picture, `latents` one a picture and branch."""
-        pictures = rows = 0
-        out = []
-        for m in self._members:
-            out.append(
-                m.job.pipe.scheduler.step(
-                    noise[pictures : pictures + m.pictures],
-                    m.timestep,
-                    latents[rows : rows + m.pictures],
-                    return_dict=False,
-                )[0]
-            )
-            pictures += m.pictures
-            rows += m.pictures * m.branches
-        return (_rows(self._members, out),)
+    def _smaller(self, forward: _Forward) -> list[_Forward]:
+        """The same jobs in halves; a job by itself is left where it stands."""
+        give_back_memory()
+        self.refused_rows = min(self.refused_rows or forward.rows, forward.rows)
+        log.warning("a forward of %d rows did not fit and is halved", forward.rows)
+        forward.part()
+        members = forward.members
+        self._max_rows = max(1, forward.rows // 2)
+        self._layout = []
+        guider = self._guider(members[0])
+        return [self._forward(g, guider) for g in self._fit(members)] if len(members) > 1 else []

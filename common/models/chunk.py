@@ -40,6 +40,7 @@ class Chunk:
     iteration: int
     carried: dict[str, Any]
     step_s: list[float] = field(default_factory=list)
+    rows: int = 0  # of the largest forward it shared; 0 where it ran alone
 
 
 class _ChunkEnds(Exception):

@@ -31,6 +31,9 @@ class EmbedCache:
         """128 bits of xxh3 over everything that the embeddings depend on."""
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._parcels
+
     def get(self, key: str) -> Parcel | None:
         entry = self._parcels.get(key)
         if entry is None:

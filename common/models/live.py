@@ -35,6 +35,7 @@ class LiveJob:
     marks: schedulers.Marks
     iteration: int = 0  # of the loop; a step of the user's is one or more of them
     carried: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0  # forward passes that its step cache has left out so far
 
     # Heun's loop runs 2·n − 1 times for n steps, PNDM's n + 9 times. Everyone outside counts
     # steps as users do, 0 to num_inference_steps; these two translate, rounding so that the end of
@@ -96,6 +97,7 @@ def resume(model: Denoiser, params: dict[str, Any], parts: dict[str, Any]) -> Li
     schedulers.restore(job.pipe.scheduler, prepared["scheduler"], latents["scheduler"])
     job.marks = schedulers.Marks(prepared["scheduler"])
     job.iteration, job.carried = latents["iteration"], latents["carried"]
+    job.skipped = latents.get("skipped", 0)
     if latents["generator"] is not None:
         job.generator.set_state(latents["generator"].cpu())
     return job
@@ -105,6 +107,7 @@ def capture_latents(split: Split, job: LiveJob) -> dict[str, Any]:
     """The changing part, at a step boundary."""
     return {
         "iteration": job.iteration,
+        "skipped": job.skipped,
         "carried": job.carried,
         "scheduler": job.marks.delta(job.pipe.scheduler),
         "generator": job.generator.get_state() if split.draws else None,

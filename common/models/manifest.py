@@ -15,7 +15,7 @@ import math
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from common.models import schedulers
+from common.models import schedulers, step_cache
 from common.models.errors import RefusedModel
 
 if TYPE_CHECKING:
@@ -76,6 +76,23 @@ KNOWN: dict[str, dict[str, Any]] = {
         "description": "Prompt tokens read at most; more are cut off.",
     },
 }
+# For models whose family's step caches were tried (common/models/step_cache.py).
+CACHES: dict[str, dict[str, Any]] = {
+    "cache": {
+        "type": "str",
+        "default": step_cache.NONE,
+        "description": "Leaves out most of a step where little has changed; faster, and other "
+        "pixels. Such a job shares no forward pass with others.",
+    },
+    "cache_threshold": {
+        "type": "float",
+        "default": None,
+        "nullable": True,
+        "min": 0.0,
+        "max": 10.0,
+        "description": "Relative change below which first_block skips; 0.05 where not given.",
+    },
+}
 # What a video is played at where the job does not say; Wan's own rate.
 DEFAULT_FPS = 16
 # Families whose latents are packed p×p outside of the transformer, which then says patch 1.
@@ -120,12 +137,32 @@ def build(model: Model, limits: dict[str, int] | None = None) -> dict[str, Any]:
         "limits": bounds,
         "scheduler": model.verdict.to_manifest(),
         "token_px": token_px,
-        # Rows of jobs that agree in these parameters may share a forward when not exact.
-        "batch": {"same": ["width", "height"]} if model.quirks.batches else None,
+        "batch": _batch(model, parameters),
+        "costs": _costs(model),
         "cfg": None
         if rule is None
         else {"scale": rule.scale, "needs": rule.needs, "above": rule.above},
     }
+
+
+def _batch(model: Model, parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """What jobs must agree in to share a forward when not exact (common/batching.py)."""
+    how = model.quirks.batching
+    if how is None:
+        return None
+    same = ["width", "height", "num_frames"]
+    if not how.pads:
+        same.append("max_sequence_length")  # what every prompt is padded to
+    return {"same": [name for name in same if name in parameters]}
+
+
+def _costs(model: Model) -> dict[str, Any]:
+    """This stage's part of the cost table that the model came with, if it is of such a device."""
+    profile = model.directory.profile
+    stages = profile.get("stages", {})
+    if profile.get("device") != model.device.type or model.stage not in stages:
+        return {}
+    return {model.stage: stages[model.stage]}
 
 
 def _task(model: Model) -> str:
@@ -179,6 +216,9 @@ def _parameters(model: Model, limits: dict[str, int], token_px: int) -> dict[str
                 "description": f"Stands for {rule.scale} where that is not given: this model "
                 "has no embedded guidance.",
             }
+    if model.quirks.caches:
+        out |= CACHES
+        out["cache"] = {**CACHES["cache"], "choices": [step_cache.NONE, *model.quirks.caches]}
     if _task(model) == "text-to-video":
         out["fps"] = {
             "type": "float",

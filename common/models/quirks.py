@@ -26,6 +26,26 @@ def _accept(pipe: ModularPipeline) -> None:
 
 
 @dataclass(frozen=True)
+class Batching:
+    """How rows of several jobs share a forward of one family (batch.py, joint.py).
+
+    A family has one only where tests/test_models_batch_families.py finds its jobs in a batch
+    equal to the same jobs alone.
+    """
+
+    mask: str | None = None  # the denoiser's input that masks padded prompt tokens
+    ragged: bool = False  # the denoiser takes prompts as a list, each of its own length
+    rows: tuple[str, ...] = ()  # what blocks without a guider read by themselves, a row a picture
+    geometry: tuple[str, ...] = ()  # tensors that jobs of one size have in common
+    alone_with: tuple[str, ...] = ()  # values that keep a job out where they are set
+
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of unequal length may share a forward."""
+        return self.ragged or self.mask is not None
+
+
+@dataclass(frozen=True)
 class Quirks:
     """Hooks of one family: at load time, and after a job's prepare blocks."""
 
@@ -33,7 +53,8 @@ class Quirks:
     prepared: Callable[[ModularPipeline, PipelineState], None] = _nothing
     encode_needs_cfg: bool = False  # its text block fails where guidance is off
     timestep_per_picture: bool = False  # see FLUX
-    batches: bool = False  # rows of several jobs may share a forward (batch.py)
+    batching: Batching | None = None  # None: its jobs run one by one
+    caches: tuple[str, ...] = ()  # step caches that its jobs may ask for (step_cache.py)
 
 
 def _qwen_check(pipe: ModularPipeline) -> None:
@@ -69,10 +90,35 @@ def _wan_prepared(pipe: ModularPipeline, state: PipelineState) -> None:
 
 # FLUX: the classic pipeline expands the timestep to the batch, the modular block passes one
 # for all n pictures, and a time embedding of batch 1 differs from one of batch n (4e-7).
+# FLUX has no guider; its blocks read embeddings and the embedded guidance by themselves.
+# LTX, WAN: diffusers' TaylorSeer finds none of their attention modules (attn1, attn2).
+# SDXL: timestep_cond (LCM) is read beside the guider.
 QUIRKS = {
-    "flux": Quirks(timestep_per_picture=True),
-    "qwenimage": Quirks(check=_qwen_check, prepared=_qwen_prepared, batches=True),
-    "wan": Quirks(check=_wan_check, prepared=_wan_prepared, encode_needs_cfg=True),
+    "flux": Quirks(
+        timestep_per_picture=True,
+        caches=("first_block", "taylor_seer"),
+        batching=Batching(
+            rows=("prompt_embeds", "pooled_prompt_embeds", "guidance"),
+            geometry=("txt_ids", "img_ids"),
+        ),
+    ),
+    "ltx": Quirks(batching=Batching(mask="encoder_attention_mask"), caches=("first_block",)),
+    "qwenimage": Quirks(
+        check=_qwen_check,
+        prepared=_qwen_prepared,
+        batching=Batching(mask="encoder_hidden_states_mask"),
+        caches=("first_block", "taylor_seer"),
+    ),
+    "stable-diffusion-3": Quirks(batching=Batching()),
+    "stable-diffusion-xl": Quirks(batching=Batching(alone_with=("timestep_cond",))),
+    "wan": Quirks(
+        check=_wan_check,
+        prepared=_wan_prepared,
+        encode_needs_cfg=True,
+        batching=Batching(),
+        caches=("first_block",),
+    ),
+    "z-image": Quirks(batching=Batching(ragged=True)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from time import perf_counter
 
@@ -28,15 +29,16 @@ def guarded(row: Row, work: Callable[[], Outcome]) -> Outcome:
     except HandleError as error:
         code = "storage_full" if error.kind == "full" else "state_lost"
         outcome = _failed(row, code, str(error))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        outcome = _failed(row, "out_of_memory", f"not enough memory for this job: {error}")
     except Exception as error:
         if is_fatal(error):
             raise
-        log.exception("job %s failed", row.job)
-        outcome = _failed(row, "stage_error", f"{type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            give_back_memory()
+            outcome = _failed(row, "out_of_memory", f"not enough memory for this job: {error}")
+        else:
+            log.exception("job %s failed", row.job)
+            outcome = _failed(row, "stage_error", f"{type(error).__name__}: {error}")
+        outcome.trace = traceback.format_exc()
     outcome.seconds = perf_counter() - began
     return outcome
 
@@ -44,6 +46,19 @@ def guarded(row: Row, work: Callable[[], Outcome]) -> Outcome:
 def is_fatal(error: Exception) -> bool:
     """Whether the CUDA context is gone, so that no later row can succeed in this process."""
     return "CUDA error" in str(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a smaller piece of work may succeed; torch's CPU allocator has no error class."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def give_back_memory() -> None:
+    """What the allocator holds in reserve, back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _failed(row: Row, code: str, message: str) -> Outcome:

@@ -52,20 +52,25 @@ def build_stage(
     name: str | None = None,
     limits: dict[str, int] | None = None,
     cache_bytes: int | None = None,
+    fast_decode: bool = False,
+    tiled_decode: bool = False,
 ) -> Stage:
     """An encode, denoise or decode stage with its components loaded.
 
     `cache_bytes` bounds the encoder's embeddings or the denoiser's live jobs; None means their
-    defaults. Raises RefusedModel (common/models/errors.py) where the model cannot be served,
-    naming file or component.
+    defaults. `fast_decode` and `tiled_decode` are the decoder's (decoder_svc/stage.py). Raises
+    RefusedModel (common/models/errors.py) where the model cannot be served, naming file or
+    component.
     """
     if kind not in STAGES:
         raise ValueError(f"stage {kind!r} is none of {', '.join(STAGES)}")
     set_threads(threads)
     module, cls = CLASSES[kind]
-    # The decoder caches nothing.
-    cached = kind != DECODE and cache_bytes is not None
-    settings: dict[str, Any] = {"cache_bytes": cache_bytes} if cached else {}
+    settings: dict[str, Any] = {}
+    if kind == DECODE:  # which caches nothing
+        settings = {"fast_decode": fast_decode, "tiled_decode": tiled_decode}
+    elif cache_bytes is not None:
+        settings = {"cache_bytes": cache_bytes}
     stage: Stage = getattr(import_module(module), cls)(
         model,
         store,
