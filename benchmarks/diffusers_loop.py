@@ -18,6 +18,23 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def load(model: str, threads: int) -> Any:
+    """diffusers' own pipeline, silent, on the CPU."""
+    import diffusers
+    import torch
+    import transformers
+    from diffusers import QwenImagePipeline
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    pipe = QwenImagePipeline.from_pretrained(model, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def call(pipe: Any, job: dict[str, Any]) -> Any:
     """One job by diffusers' own `__call__`, from the parameters that a client pushes."""
     import torch
@@ -66,19 +83,7 @@ class DiffusersLoop:
 
 
 def main() -> None:
-    model, threads = sys.argv[1], int(sys.argv[2])
-    import diffusers
-    import torch
-    import transformers
-    from diffusers import QwenImagePipeline
-
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-    pipe = QwenImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load(sys.argv[1], threads=int(sys.argv[2]))
     jobs: list[dict[str, Any]] = []
     for line in sys.stdin:
         if line.strip() != "go":

@@ -39,7 +39,7 @@ def stamped_worker(path: str) -> None:
     from common.stage import DENOISE, Control, Outcome, Task
 
     out = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the process lives
-    make = stage_main._stage
+    make = stage_main.make_stage
 
     class StampedControl:
         def __init__(self, control: Control, job: str) -> None:
@@ -81,7 +81,7 @@ def stamped_worker(path: str) -> None:
         stage.run = run_stamped
         return stage
 
-    stage_main._stage = stamped
+    stage_main.make_stage = stamped
     settings = Settings()
     stage_main.serve(DENOISE, settings)
 
