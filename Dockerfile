@@ -18,7 +18,8 @@ RUN case "$TORCH" in cpu) ;; \
       *) echo "TORCH is cpu or cuda, not '$TORCH'" >&2; exit 1 ;; \
     esac \
  && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*p['dependencies'], *p['optional-dependencies']['models'], sep='\n')" > requirements.txt \
+print(*p['dependencies'], *p['optional-dependencies']['models'], \
+*p['optional-dependencies']['gateway'], sep='\n')" > requirements.txt \
  && rm pyproject.toml
 
 # -- an environment with the dependencies and without pip

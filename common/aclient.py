@@ -108,8 +108,11 @@ class AsyncClient:
     async def wait(self, id: str, timeout: float | None = None) -> Result:
         return await self._wait(Ticket(id), timeout)
 
-    def events(self, id: str, timeout: float | None = None) -> AsyncIterator[JobEvent]:
-        return self._events(Ticket(id), timeout)
+    def events(
+        self, id: str, timeout: float | None = None, after: str = "0"
+    ) -> AsyncIterator[JobEvent]:
+        """As Client.events; `after` is the `entry` of an event, to go on behind it."""
+        return self._events(Ticket(id), timeout, after)
 
     async def cancel(self, id: str) -> None:
         await self._do(asks.cancel(self.keys, Ticket(id)))
@@ -156,9 +159,11 @@ class AsyncClient:
         deadline = None if timeout is None else time.monotonic() + timeout
         return await self._do(asks.wait(self.keys, ticket, deadline), deadline)
 
-    async def _events(self, ticket: Ticket, timeout: float | None) -> AsyncIterator[JobEvent]:
+    async def _events(
+        self, ticket: Ticket, timeout: float | None, after: str = "0"
+    ) -> AsyncIterator[JobEvent]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        plan = asks.events(self.keys, ticket, deadline)
+        plan = asks.events(self.keys, ticket, deadline, after)
         replies: list[Any] | None = None
         while True:
             try:
@@ -236,6 +241,11 @@ class AsyncJobHandle:
 
     async def wait(self, timeout: float | None = None) -> Result:
         return await self.client._wait(self.ticket, timeout)
+
+    async def admitted(self, timeout: float | None = None) -> JobRecord:
+        async for _ in self.events(timeout):
+            break
+        return await self.status()
 
     def events(self, timeout: float | None = None) -> AsyncIterator[JobEvent]:
         return self.client._events(self.ticket, timeout)

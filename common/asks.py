@@ -196,9 +196,25 @@ def wait(keys: Keys, ticket: Ticket, deadline: float | None) -> Plan[Result]:
             news = not entries or any(event.type not in GOES_ON for _, event in entries)
 
 
-def events(keys: Keys, ticket: Ticket, deadline: float | None) -> EventPlan:
-    """Every event from the first (of the latest 256) to the job's end; for an ended job too."""
-    own, last = "", {"": "0"}
+def admission(keys: Keys, ticket: Ticket, deadline: float) -> Plan[Sight]:
+    """The job once its push has been read, with its result if it was refused or has ended.
+
+    Raises WaitTimeout while no coordinator has read it by `deadline`, UnknownJob.
+    """
+    while True:
+        sight = yield from look(keys, ticket, result=True)
+        if sight.at:
+            return sight
+        streams = dict.fromkeys(_streams(keys, ticket), "0")
+        yield from _read(streams, _block_s(deadline, ticket.id))
+
+
+def events(keys: Keys, ticket: Ticket, deadline: float | None, after: str = "0") -> EventPlan:
+    """Every event from the first (of the latest 256) to the job's end; for an ended job too.
+
+    `after` is the `entry` of an event, to go on behind it.
+    """
+    own, last = "", {"": after}
     while True:
         sight = yield from look(keys, ticket)
         if not sight.at:  # nobody has read the push: wait for a first event, then look again
@@ -206,7 +222,7 @@ def events(keys: Keys, ticket: Ticket, deadline: float | None) -> EventPlan:
             yield from _read(streams, _block_s(deadline, ticket.id))
             continue
         if sight.at != own:
-            own, last = sight.at, {keys.events(sight.at): "0"}
+            own, last = sight.at, {keys.events(sight.at): after}
         ended, news = sight.record.is_terminal, False
         while not news:
             block_s = None if ended else _block_s(deadline, ticket.id)
@@ -347,7 +363,7 @@ def _read(last: dict[str, str], block_s: float | None) -> Plan[list[tuple[str, J
     found = []
     for stream, entries in reply or ():
         for entry, flat in entries:
-            found.append((stream.decode(), JobEvent.of(_pairs(flat))))
+            found.append((stream.decode(), JobEvent.of(_pairs(flat), entry.decode())))
             last[stream.decode()] = entry.decode()
     return found
 

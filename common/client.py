@@ -250,6 +250,14 @@ class JobHandle:
         """The Result, whatever the end. Raises WaitTimeout, UnknownJob, ResultExpired."""
         return self.client._wait(self.ticket, timeout)
 
+    def admitted(self, timeout: float | None = None) -> JobRecord:
+        """The record once the pool has decided: `admission` and `eta_s`, or a refusal.
+
+        Raises WaitTimeout.
+        """
+        next(iter(self.events(timeout)))
+        return self.status()
+
     def events(self, timeout: float | None = None) -> Iterator[JobEvent]:
         return self.client._events(self.ticket, timeout)
 

@@ -28,7 +28,7 @@ class JobRefused(JobError):
     `field` is the parameter to change, `retry_after_s` when to try again, where that helps.
     """
 
-    CODES = frozenset({"invalid_request", "conflict", "queue_full"})
+    CODES = frozenset({"invalid_request", "conflict", "queue_full", "deadline_unreachable"})
 
     def __init__(self, result: Result) -> None:
         super().__init__(result)

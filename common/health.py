@@ -1,13 +1,14 @@
-"""`python -m common.health coordinator|encode|denoise|decode`: does it make progress?
+"""`python -m common.health coordinator|encode|denoise|decode|gateway`: does it make progress?
 
 One line that says why, and exit 0 or 1. A process that is there and gets nothing done is not
 healthy: a worker must renew its lease and move its task on, a coordinator must keep the lead
-and read its streams. Reads Redis only, imports no torch, and takes the same settings as the
+and read its streams. Imports no torch, and takes the same settings as the
 service it looks at: SLACKWATER_ variables, or flags after the role.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from redis.retry import Retry
 from common.keys import Keys
 from common.settings import Settings, from_command_line
 
-COORDINATOR = "coordinator"
+COORDINATOR, GATEWAY = "coordinator", "gateway"
 STAGES = ("encode", "denoise", "decode")
 # Under the time-out of a health check, so that the line still says what was wrong.
 REDIS_TIMEOUT_S = 3.0
@@ -103,7 +104,7 @@ def check_worker(db: Any, keys: Keys, stage: str, host: str, lease_s: float) -> 
 
 def _worker(db: Any, keys: Keys, name: str, lease_s: float) -> str:
     now_s = _now(db)
-    beat, draining = db.hmget(keys.worker(name), "beat", "draining")
+    beat, draining, hung = db.hmget(keys.worker(name), "beat", "draining", "hung")
     if beat is None:
         raise Sick(f"{name} is not registered: its lease ran out or it has left")
     age_s = now_s - int(beat) / 1000
@@ -111,6 +112,8 @@ def _worker(db: Any, keys: Keys, name: str, lease_s: float) -> str:
         raise Sick(f"{name} was last heard of {age_s:.1f} s ago, its lease is {lease_s:g} s")
     if draining == b"1":
         return f"{name} is draining"
+    if hung:
+        raise Sick(f"{name} was found to hang ({hung.decode()}) and is given no tasks")
     task = _running(db, keys, name)
     if task is not None:
         seq, moved_s, expected_s = task
@@ -161,6 +164,25 @@ def check_coordinator(db: Any, keys: Keys) -> str:
     return f"{leader.decode()} leads, lag {ages[worst]:.1f} s, {db.scard(keys.active)} active jobs"
 
 
+# -- the gateway ----------------------------------------------------------------------------
+
+
+def check_gateway(settings: Settings) -> str:
+    """Healthy if it answers, and reads events. Raises Sick."""
+    asking = http.client.HTTPConnection(*settings.http_address(), timeout=REDIS_TIMEOUT_S)
+    try:
+        asking.request("GET", "/livez")
+        answer = asking.getresponse()
+        said = answer.read(4096).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise Sick(f"no answer on port {settings.http_port}: {error!r}") from error
+    finally:
+        asking.close()
+    if answer.status != http.client.OK:
+        raise Sick(said)
+    return f"answers on port {settings.http_port}"
+
+
 # -- small things ---------------------------------------------------------------------------
 
 
@@ -181,6 +203,8 @@ def _oldest_age(db: Any, stream: str, now_s: float) -> float:
 
 def check(role: str, settings: Settings, db: Any = None) -> str:
     """Why `role` is healthy, in a line. Raises Sick, RedisError or OSError where it is not."""
+    if role == GATEWAY:
+        return check_gateway(settings)
     keys = Keys(settings.prefix)
     db = db or redis.Redis.from_url(
         settings.redis_url,
@@ -196,8 +220,9 @@ def check(role: str, settings: Settings, db: Any = None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     role, *flags = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if role not in (COORDINATOR, *STAGES):
-        print(f"usage: python -m common.health {'|'.join((COORDINATOR, *STAGES))} [--redis-url …]")
+    roles = (COORDINATOR, GATEWAY, *STAGES)
+    if role not in roles:
+        print(f"usage: python -m common.health {'|'.join(roles)} [--redis-url …]")
         return 2  # Docker takes every status but 0 for unhealthy
     try:
         print(

@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from common.handles import HandleError
-from common.messages import TaskRow, unpack_task
+from common.messages import MessageError, TaskRow, seq_of, unpack_task
 from common.scripts import text
 from common.stage import Task
 
@@ -33,6 +33,15 @@ class Pending:
     raw: list[TaskRow]
     staged: Future[Any] | None = None
     live: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """What a worker runs, and when (monotonic) it last made a step; None: it only has to report."""
+
+    seq: int
+    steps: int
+    moved: float | None
 
 
 class Outage:
@@ -59,7 +68,10 @@ class Outage:
 
 
 class Inbox(threading.Thread):
-    """Reads one worker's stream: tasks into a queue, yields and frees acted on at once."""
+    """Reads one worker's stream: tasks into a queue, yields, frees and drains acted on at once.
+
+    `salvage(entry, seq, error)` makes of a task that cannot be read one that fails.
+    """
 
     def __init__(
         self,
@@ -68,10 +80,13 @@ class Inbox(threading.Thread):
         block_ms: int,
         stage_in: Callable[[Pending], Future[Any]],
         free: Callable[[bytes], None],
+        drain: Callable[[], None],
+        salvage: Callable[[str, int, Exception], Pending | None],
     ) -> None:
         super().__init__(name="inbox", daemon=True)
         self._connect, self._stream, self._block_ms = connect, stream, block_ms
         self._stage_in, self._free = stage_in, free
+        self._drain, self._salvage = drain, salvage
         self._tasks: deque[Pending] = deque()
         self._news = threading.Condition()
         self._stopping = threading.Event()
@@ -120,14 +135,28 @@ class Inbox(threading.Thread):
             self.yields.add(int(fields[b"seq"]))
         elif kind == b"free":
             self._free(fields[b"body"])
+        elif kind == b"drain":
+            self._drain()
         if kind != b"task":
             return False
-        pending = Pending(entry, *unpack_task(fields[b"body"]))
-        pending.staged = self._stage_in(pending)
+        pending = self._pending(entry, fields[b"body"])
         with self._news:
             self._tasks.append(pending)
             self._news.notify()
         return True
+
+    def _pending(self, entry: str, body: bytes) -> Pending:
+        try:
+            pending = Pending(entry, *unpack_task(body))
+        except (MessageError, HandleError) as error:
+            seq = seq_of(body)
+            salvaged = self._salvage(entry, seq, error) if seq else None
+            if salvaged is None:
+                raise
+            log.error("seq %d cannot be read and fails: %s", seq, error)
+            return salvaged
+        pending.staged = self._stage_in(pending)
+        return pending
 
     def take(self, timeout_s: float) -> Pending | None:
         """The next task, waiting for one; None after `timeout_s` or a nudge."""
@@ -152,7 +181,10 @@ class Inbox(threading.Thread):
 
 
 class Pulse(threading.Thread):
-    """Renews the worker's lease and tells progress, so that the main thread never waits for it."""
+    """Renews the worker's lease and tells progress, so that the main thread never waits for it.
+
+    It also knows whether the worker moves: the leader takes a task away that does not.
+    """
 
     def __init__(
         self,
@@ -165,11 +197,35 @@ class Pulse(threading.Thread):
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._progress: tuple[int, dict[str, int]] | None = None
+        self._motion = Motion(0, 0, time.monotonic())
 
     def progress(self, seq: int, steps: dict[str, int]) -> None:
         """Steps reached by each job of task `seq`; only the latest is told."""
+        self._motion = Motion(seq, self._motion.steps + 1, time.monotonic())
         self._progress = (seq, steps)
         self._wake.set()
+
+    def begin(self, seq: int) -> None:
+        """Task `seq` is being run from now on."""
+        self._motion = Motion(seq, 0, time.monotonic())
+
+    def hold(self) -> None:
+        """The task has ended; its report may have to wait for a Redis that is away."""
+        self._motion = replace(self._motion, moved=None)
+
+    def end(self) -> None:
+        """The report is out, and nothing runs."""
+        self._motion = Motion(0, 0, time.monotonic())
+
+    def runs(self, seq: int) -> bool:
+        return self._motion.seq == seq and self._motion.moved is not None
+
+    def motion(self) -> str:
+        """For the worker's record: the seq that runs (0: none), its steps so far, and for how
+        long (ms) nothing has moved, by this process' own clock."""
+        now = self._motion
+        still_s = 0.0 if now.moved is None else time.monotonic() - now.moved
+        return f"{now.seq} {now.steps} {round(1000 * still_s)}"
 
     def run(self) -> None:
         outage, beaten = Outage("pulse"), float("-inf")

@@ -45,6 +45,9 @@ class ErrorCode(StrEnum):
     WORKER_LOST = "worker_lost"
     OUTPUT_LOST = "output_lost"
     DEADLINE_MISSED = "deadline_missed"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    QUEUE_TIMEOUT = "queue_timeout"
+    RUN_TIMEOUT = "run_timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,9 @@ class JobSpec:
     exact: bool = True
     user: str = ""
     notes: tuple[str, ...] = ()
+    min_steps: int = 0  # on_late degrade: the fewest steps it may be cut to
+    queue_timeout_s: float | None = None  # from its arrival until a task of it begins
+    run_timeout_s: float | None = None  # that ranks may work on it in all
 
     def to_wire(self) -> bytes:
         return pack(
@@ -85,14 +91,17 @@ class JobSpec:
                 self.exact,
                 self.user,
                 list(self.notes),
+                self.min_steps,
+                self.queue_timeout_s,
+                self.run_timeout_s,
             ]
         )
 
     @classmethod
     def from_wire(cls, data: bytes) -> JobSpec:
         fields: list[Any] = unpack(data)
-        fields[-1] = tuple(fields[-1])  # notes
-        return cls(*fields)
+        fields[12] = tuple(fields[12])  # notes
+        return cls(*fields)  # fields that an earlier version did not write have defaults
 
 
 @dataclass(frozen=True, slots=True)

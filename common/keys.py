@@ -36,6 +36,11 @@ class Keys:
         return self.prefix + "outbox"
 
     @property
+    def dead(self) -> str:
+        """stream, capped: jobs that failed again and again, for `slackwater dead`."""
+        return self.prefix + "dead"
+
+    @property
     def seq(self) -> str:
         """string: the last dispatch number handed out."""
         return self.prefix + "seq"
@@ -59,6 +64,16 @@ class Keys:
     def costs(self) -> str:
         """hash: what the cost model has learned, "{model}/{stage}/{shape}" -> JSON."""
         return self.prefix + "costs"
+
+    @property
+    def profile(self) -> str:
+        """hash: model -> JSON, the cost table that `slackwater profile` measured in this pool."""
+        return self.prefix + "profile"
+
+    @property
+    def policy(self) -> str:
+        """hash: the policy that leads and how it fares; `wanted` is what the operator asks for."""
+        return self.prefix + "policy"
 
     @property
     def pool(self) -> str:
@@ -88,6 +103,11 @@ class Keys:
         """hash: the record of one dispatch; with a TTL, since its job may end before it does."""
         return f"{self.prefix}task:{seq}"
 
+    @property
+    def timeline(self) -> str:
+        """stream, capped: every task that ran, with its rank and steps; expires when none comes."""
+        return self.prefix + "timeline"
+
     def job(self, job: str) -> str:
         """hash: the public record; no TTL while the job is active."""
         return f"{self.prefix}job:{job}"
@@ -112,6 +132,15 @@ class Keys:
         """string with a TTL: the n-th file's bytes before finish moved them."""
         return f"{self.prefix}staged:{job}:{seq}:{n}"
 
+    def pushed_by(self, caller: str) -> str:
+        """hash with a TTL: job -> entry, jobs that an API key pushed and that count for it."""
+        return f"{self.prefix}pushed:{caller}"
+
+    @property
+    def videos(self) -> str:
+        """sorted set with a TTL: jobs pushed as videos over HTTP, by time (ms), for the list."""
+        return self.prefix + "videos"
+
     def canceled(self, job: str) -> str:
         """string with a TTL: a cancel that came before its job."""
         return f"{self.prefix}canceled:{job}"
@@ -124,11 +153,14 @@ class Keys:
                 self.cancel,
                 self.reports,
                 self.outbox,
+                self.dead,
                 self.seq,
                 self.active,
                 self.workers,
                 self.manifests,
                 self.costs,
+                self.profile,
+                self.policy,
                 self.pool,
             }
         )

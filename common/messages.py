@@ -102,6 +102,15 @@ def unpack_task(data: bytes) -> tuple[Task, list[TaskRow]]:
         raise MessageError(f"not a task message: {error}") from error
 
 
+def seq_of(data: bytes) -> int:
+    """The seq of a task message of any version; 0 where not even that can be read."""
+    try:
+        _, seq, *_ = unpack(data)
+    except (MessageError, TypeError, ValueError):
+        return 0
+    return seq if isinstance(seq, int) else 0
+
+
 def pack_handles(handles: dict[str, Handle]) -> bytes:
     return pack({part: handle.to_wire() for part, handle in handles.items()})
 

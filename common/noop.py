@@ -23,23 +23,29 @@ NAP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NoopCosts:
-    """What the timed device takes, in seconds; `token_s` is added per image token and step."""
+    """What the timed device takes, in seconds; `token_s` is added per image token and step.
+
+    `video` declares a model of videos, for clients of such where none is loaded.
+    """
 
     encode_s: float = 0.0
     step_s: float = 0.0
     decode_s: float = 0.0
     token_s: float = 0.0
+    video: bool = False
 
     @classmethod
     def parse(cls, text: str) -> NoopCosts:
-        """ "encode_ms=5,step_ms=50,decode_ms=20,token_ms=0.1"; "0" for no time at all."""
+        """ "encode_ms=5,step_ms=50,decode_ms=20,token_ms=0.1,video=1"; "0" for no time at all."""
         if text in ("", "0"):
             return cls()
         values = dict(part.split("=", 1) for part in text.split(","))
+        video = values.pop("video", "0") == "1"
         known = {"encode_ms", "step_ms", "decode_ms", "token_ms"}
         if not set(values) <= known:
             raise ValueError(f"noop: {', '.join(set(values) - known)} unknown; there are {known}")
-        return cls(**{k.replace("_ms", "_s"): float(v) / 1000 for k, v in values.items()})
+        seconds = {k.replace("_ms", "_s"): float(v) / 1000 for k, v in values.items()}
+        return cls(**seconds, video=video)
 
 
 TOKEN_PX = 16
@@ -48,6 +54,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "width": {"type": "int", "default": 128, "min": 16, "max": 4096, "multiple_of": TOKEN_PX},
     "height": {"type": "int", "default": 128, "min": 16, "max": 4096, "multiple_of": TOKEN_PX},
     "num_inference_steps": {"type": "int", "default": 1, "min": 1, "max": 1000},
+}
+VIDEO_PARAMETERS: dict[str, dict[str, Any]] = {
+    **PARAMETERS,
+    "num_frames": {"type": "int", "default": 17, "min": 1, "max": 1000},
+    "fps": {"type": "float", "default": 16, "min": 1, "max": 120},
 }
 
 
@@ -84,8 +95,8 @@ class NoopStage:
             "model": "noop",
             "family": "noop",
             "pipeline": "none",
-            "task": "text-to-image",
-            "parameters": PARAMETERS,
+            "task": "text-to-video" if c.video else "text-to-image",
+            "parameters": VIDEO_PARAMETERS if c.video else PARAMETERS,
             "limits": {"max_pixels": 4096 * 4096, "max_n": 4},
             "scheduler": {"class": "none", "verdict": "ok"},
             "token_px": TOKEN_PX,

@@ -37,7 +37,10 @@ COMMON: dict[str, Schema] = {
     "slo_ms": {"type": "float", "nullable": True, "above": 0, "max": 30 * 86_400_000},
     "deadline_ms": {"type": "float", "nullable": True, "above": 0, "max": 1e14},
     "slo_scale": {"type": "float", "nullable": True, "above": 0, "max": 1e6},
-    "on_late": {"type": "str", "default": "run", "choices": ["run", "drop"]},
+    "on_late": {"type": "str", "default": "run", "choices": ["run", "drop", "degrade"]},
+    "min_inference_steps": {"type": "int", "nullable": True, "min": 1},
+    "queue_timeout_ms": {"type": "float", "nullable": True, "above": 0, "max": 30 * 86_400_000},
+    "run_timeout_ms": {"type": "float", "nullable": True, "above": 0, "max": 30 * 86_400_000},
     "exact": {"type": "bool", "nullable": True},
     "user": {"type": "str", "default": "", "max_length": 256},
 }
@@ -194,6 +197,7 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
         raise InvalidRequest("slo_ms", "and deadline_ms both fix the deadline; give one")
     _check_limits(params, limits, schema)
     notes += _cfg_notes(params, given, manifest)
+    _check_degrade(common, params, given)
     if params["seed"] is None:
         params["seed"] = secrets.randbelow(2**32)
 
@@ -217,7 +221,39 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
         exact=pool.exact if common["exact"] is None else common["exact"],
         user=common["user"],
         notes=tuple(notes),
+        min_steps=common["min_inference_steps"] or 0,
+        queue_timeout_s=_seconds(common["queue_timeout_ms"]),
+        run_timeout_s=_seconds(common["run_timeout_ms"]),
     )
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
+def _check_degrade(
+    common: Mapping[str, Any], params: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """A job that may be cut to fewer steps names its floor; no other does."""
+    fewest, degrades = common["min_inference_steps"], common["on_late"] == "degrade"
+    if fewest is not None and not degrades:
+        raise InvalidRequest("min_inference_steps", "only goes with on_late degrade; add it")
+    if not degrades:
+        return
+    if given.get("sigmas") is not None:
+        raise InvalidRequest("on_late", "degrade cannot shorten a job that brings its own sigmas")
+    steps = params.get("num_inference_steps")
+    if steps is None:
+        raise InvalidRequest("on_late", "degrade needs a model with num_inference_steps")
+    if fewest is None:
+        raise InvalidRequest(
+            "min_inference_steps",
+            f"is required with on_late degrade: the fewest steps, of {steps}, that are worth it",
+        )
+    if fewest > steps:
+        raise InvalidRequest(
+            "min_inference_steps", f"{fewest} is more than num_inference_steps, {steps}"
+        )
 
 
 def arrival_of(entry: str) -> float:

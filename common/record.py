@@ -6,6 +6,7 @@ the record says whether to go on waiting.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,16 +14,20 @@ from typing import Any
 from common.job import JobStatus
 
 # Events after which a job goes on. After any other one the record is asked.
-GOES_ON = frozenset({"queued", "running", "step", "chunk", "error", "returned", "worker_lost"})
+GOES_ON = frozenset(
+    {"queued", "running", "step", "chunk", "error", "returned", "worker_lost", "degraded"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
     """A job as it stands. Times are seconds since the epoch by Redis' clock.
 
+    `admission` is accepted, or best_effort for one that would probably be late when it came.
     `slack_s`, `queue_position` (0 is next) and `eta_s` are those of `as_of_s`, refreshed once a
     second while the job is active, and None where they do not apply. A push that no coordinator
-    has read yet is `queued` and has an empty `stage`.
+    has read yet is `queued` and has an empty `stage`. `eta_margin_s` is by how much the first eta
+    may be off where nothing of the job's size was ever measured, else 0.
     """
 
     id: str
@@ -44,9 +49,11 @@ class JobRecord:
     started_s: float | None = None
     finished_s: float | None = None
     deadline_s: float | None = None
+    admission: str = ""
     queue_position: int | None = None
     slack_s: float | None = None
     eta_s: float | None = None
+    eta_margin_s: float | None = None
     as_of_s: float | None = None
     error_code: str = ""
     error: str = ""
@@ -78,9 +85,11 @@ class JobRecord:
             started_s=_seconds(f.get("started")),
             finished_s=_seconds(f.get("finished")),
             deadline_s=_seconds(f.get("deadline")) or None,
+            admission=f.get("admission", ""),
             queue_position=_int(f.get("queue_position")),
             slack_s=_float(f.get("slack")),
             eta_s=_seconds(f.get("eta")),
+            eta_margin_s=_seconds(f.get("eta_margin")),
             as_of_s=_seconds(f.get("as_of")),
             error_code=f.get("error_code", ""),
             error=f.get("error", ""),
@@ -109,8 +118,8 @@ class JobEvent:
     """One thing that happened to a job: a new status, a step, the end of a chunk, an error.
 
     `type` is queued, running (a stage began), step, chunk (a task was reported; `next` is the
-    stage that follows), returned (handed back unrun), error, worker_lost (both are tried again)
-    or one of the ends.
+    stage that follows), returned (handed back unrun), error, worker_lost (both are tried again),
+    degraded (`steps` is what it will do now) or one of the ends.
     """
 
     type: str
@@ -123,9 +132,10 @@ class JobEvent:
     worker: str = ""
     error_code: str = ""
     error: str = ""
+    entry: str = ""  # its id in the stream: to go on after it
 
     @classmethod
-    def of(cls, raw: Mapping[bytes, bytes]) -> JobEvent:
+    def of(cls, raw: Mapping[bytes, bytes], entry: str = "") -> JobEvent:
         f = {k.decode(): v.decode("utf-8", "replace") for k, v in raw.items()}
         kind = f.get("type", "")
         return cls(
@@ -139,6 +149,7 @@ class JobEvent:
             worker=f.get("worker", ""),
             error_code=f.get("error_code", ""),
             error=f.get("error", ""),
+            entry=entry,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +158,12 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A registered worker whose lease has not run out."""
+    """A registered worker whose lease has not run out.
+
+    `hung` is the seq of the task on which it makes no step ("deaf": it reads no tasks), "" for a
+    worker that gets on; it is given no more tasks. `late_reports` are those of its tasks that had
+    been taken from it before it reported them.
+    """
 
     name: str
     stage: str
@@ -156,6 +172,8 @@ class WorkerRecord:
     device: str
     pid: int
     draining: bool
+    hung: str = ""
+    late_reports: int = 0
 
     @classmethod
     def of(cls, name: str, raw: Mapping[bytes, bytes]) -> WorkerRecord:
@@ -168,6 +186,8 @@ class WorkerRecord:
             device=f.get("device", ""),
             pid=_int(f.get("pid")) or 0,
             draining=f.get("draining") == "1",
+            hung=f.get("hung", ""),
+            late_reports=json.loads(f.get("counts", "{}")).get("late_reports", 0),
         )
 
     def to_json(self) -> dict[str, Any]:

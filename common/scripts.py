@@ -120,6 +120,8 @@ class Ttls:
     task_s: float = 600  # the record of a done dispatch: for repeats of a lost reply
     staged_s: float = 3600
     early_cancel_s: float = 3600
+    timeline_entries: int = 20_000  # it stays as long as the records of its jobs
+    dead_letters: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,9 @@ class Transitions:
 
     def dispatch(
         self, seq: int, stage: str, model: str, members: Sequence[str], rows: Sequence[TaskRow],
-        expected_s: float, now: float,
+        expected_s: float, now: float, slacks_s: Sequence[float] = (),
     ) -> Call:  # fmt: skip
+        """`slacks_s`: each row's slack as it is handed out, for the timeline."""
         k = self.keys
         message = pack_task(seq, stage, model, tuple(members), list(rows))
         return Call(
@@ -179,7 +182,8 @@ class Transitions:
              *(k.worker(m) for m in members), *(k.trajectory(r.job) for r in rows)),
             (self.nonce, str(seq), ms(now), str(len(members)), str(len(rows)), message, stage,
              ms(expected_s), " ".join(members),
-             *(value for r in rows for value in (r.job, str(r.start))), ms(self.ttls.flight_s)),
+             *(value for r in rows for value in (r.job, str(r.start))), model,
+             plan_of(rows, slacks_s), ms(self.ttls.flight_s)),
         )  # fmt: skip
 
     def yield_(self, seq: int, members: Sequence[str]) -> Call:
@@ -211,9 +215,11 @@ class Transitions:
     def finish(
         self, job: str, status: str, result: bytes, staged: Sequence[tuple[int, int]], now: float,
         code: str = "", error: str = "", outbox: bytes = b"", free_by: Sequence[str] = (),
+        dead: bool = False, late: bool = False,
     ) -> Call:  # fmt: skip
         """`staged` names the files by (seq, n) in the order they become outputs 0, 1, …; the
-        first live worker of `free_by` is told to free the job's state."""
+        first live worker of `free_by` is told to free the job's state. `dead`: it leaves a dead
+        letter. `late`: it ends for being late, which a job that is done meanwhile does not."""
         k, t = self.keys, self.ttls
         moves = [
             key
@@ -223,9 +229,11 @@ class Transitions:
         return Call(
             "finish",
             (k.leader, k.active, k.outbox, k.trajectory(job), k.job(job), k.result(job),
-             k.events(job), *moves, *(key for w in free_by for key in (k.worker(w), k.tasks(w)))),
+             k.events(job), k.dead, *moves,
+             *(key for w in free_by for key in (k.worker(w), k.tasks(w)))),
             (self.nonce, job, status, result, ms(now), ms(t.job_s), ms(t.output_s),
-             ms(t.result_s), code, error, outbox, str(len(staged))),
+             ms(t.result_s), code, error, outbox, str(len(staged)),
+             str(t.dead_letters) if dead else "0", "1" if late else "0"),
         )  # fmt: skip
 
     def rewind(self, job: str, now: float, free_by: Sequence[str] = ()) -> Call:
@@ -233,6 +241,11 @@ class Transitions:
         freers = [key for name in free_by for key in (k.worker(name), k.tasks(name))]
         keys = (k.leader, k.trajectory(job), k.job(job), k.events(job), *freers)
         return Call("rewind", keys, (self.nonce, ms(now)))
+
+    def shorten(self, spec: JobSpec, steps: int, now: float) -> Call:
+        k, job = self.keys, spec.id
+        keys = (k.leader, k.trajectory(job), k.job(job), k.events(job))
+        return Call("shorten", keys, (self.nonce, spec.to_wire(), str(steps), ms(now)))
 
     def refresh(self, standings: Sequence[tuple[str, str, str, str]], now: float) -> Call:
         """`standings`: (job, queue position or "", slack in s, eta in ms)."""
@@ -243,12 +256,20 @@ class Transitions:
             (self.nonce, ms(now), *flat),
         )
 
+    def mark(self, worker: str, hung: str) -> Call:
+        """`hung`: the seq of the task a worker hangs on, or "deaf"; "" for none."""
+        return Call("mark", (self.keys.leader, self.keys.worker(worker)), (self.nonce, hung))
+
     def ack(self, reports: Sequence[str]) -> Call:
         k = self.keys
         return Call("ack", (k.leader, k.reports), (self.nonce, *reports))
 
     def lead(self, lease_s: float) -> Call:
         return Call("lead", (self.keys.leader,), (self.nonce, ms(lease_s)))
+
+    def drain(self, worker: str) -> Call:
+        """Anybody may ask; no nonce."""
+        return Call("drain", (self.keys.worker(worker), self.keys.tasks(worker)), ())
 
     # -- the workers' --------------------------------------------------------------------
 
@@ -266,12 +287,17 @@ class Transitions:
             (worker, ms(lease_s), manifest_field, manifest, *_flat(fields)),
         )
 
-    def leave(self, worker: str, tell: bool) -> Call:
+    def trace(self, job: str, seq: int, trace: str) -> Call:
+        """`trace`: why the job's task `seq` failed, for a dead letter."""
+        return Call("trace", (self.keys.trajectory(job),), (str(seq), trace))
+
+    def leave(self, worker: str, tell: bool, why: str = "") -> Call:
+        """`why`: what made a worker take itself out."""
         k = self.keys
         return Call(
             "leave",
             (k.worker(worker), k.workers, k.tasks(worker), k.reports),
-            (worker, "1" if tell else "0"),
+            (worker, "1" if tell else "0", why),
         )
 
     def start(
@@ -301,13 +327,20 @@ class Transitions:
             flat += [row[1], row[2], row[3], row[4], row[5], f"{row[6]:.6f}", row[7], row[8]]
         return Call(
             "report",
-            (k.task(seq), k.reports, *self._rows([r[0] for r in rows])),
-            (str(seq), worker, ms(now), ms(self.ttls.task_s), body, "1" if lead else "0", *flat),
-        )
+            (k.task(seq), k.reports, k.timeline, *self._rows([r[0] for r in rows])),
+            (str(seq), worker, ms(now), ms(self.ttls.task_s), body, "1" if lead else "0",
+             str(self.ttls.timeline_entries), ms(self.ttls.job_s), *flat),
+        )  # fmt: skip
 
     def _rows(self, jobs: Sequence[str]) -> tuple[str, ...]:
         k = self.keys
         return tuple(key for j in jobs for key in (k.trajectory(j), k.job(j), k.events(j)))
+
+
+def plan_of(rows: Sequence[TaskRow], slacks_s: Sequence[float]) -> str:
+    """What a task is to do, for the timeline: start, stop and slack (s, "-" if not known) a row."""
+    slacks = [f"{slack:.3f}" for slack in slacks_s] or ["-"] * len(rows)
+    return " ".join(f"{r.start} {r.stop} {s}" for r, s in zip(rows, slacks, strict=True))
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -54,6 +55,14 @@ class Settings(BaseSettings):
     dtype: str = Field("float32", description="float32, bfloat16 or float16")
     threads: int = Field(1, ge=1, description="OpenMP threads a worker process (CPU)")
     attention: str = Field("auto", description="auto, or a name of diffusers' attention backends")
+    fast_decode: bool = Field(
+        False,
+        description="decode jobs that need not be exact in 2-D: on CPUs a fraction of the time, "
+        "2e-6 apart",
+    )
+    tiled_decode: bool = Field(
+        False, description="decode pictures larger than a tile in diffusers' tiles: less memory"
+    )
     noop: str = Field(
         "",
         description="run timed no-op stages instead of a model: "
@@ -80,7 +89,9 @@ class Settings(BaseSettings):
     )
 
     # scheduling
-    policy: str = Field("slack", description="slack or fcfs")
+    policy: str = Field(
+        "slack", description="who runs next; `slackwater policies` lists those there are"
+    )
     chunk_ms: float = Field(600.0, gt=0, description="wanted length of a denoise chunk")
     lead_ms: float = Field(
         20.0, ge=0, description="a task is handed over this long before its rank is free"
@@ -88,14 +99,60 @@ class Settings(BaseSettings):
     pack_ms: float = Field(
         5.0, ge=0, description="tasks shorter than this are handed over several at a time"
     )
+    patience_s: float = Field(
+        2400.0,
+        gt=0,
+        description="a late job gets a step after so long without one, whoever else waits (slack)",
+    )
     encode_ahead: int = Field(2, ge=1, description="jobs encoded ahead per denoise worker")
     slo_scale: float = Field(
         3.0, gt=0, description="default deadline: this × the job's standalone time"
     )
     max_jobs: int = Field(10_000, ge=1, description="active jobs; more are refused as queue_full")
+    max_backlog_s: float = Field(
+        math.inf, gt=0, description="work that may wait, in seconds of all ranks; as max_jobs"
+    )
+    admit: Literal["all", "feasible"] = Field(
+        "all",
+        description="all: jobs that will be late are best effort; feasible: they are refused",
+    )
+    refresh_ms: float = Field(
+        1000.0, gt=0, description="how often slack, queue_position and eta are brought up to date"
+    )
     exact: bool = Field(True, description="jobs are exact unless they say otherwise")
     default_model: str = Field(
         "", description="model of a job that names none, where several are served"
+    )
+
+    # the HTTP gateway
+    http_host: str = Field("127.0.0.1", description="address the gateway listens on")
+    http_port: int = Field(8000, ge=1, le=65535, description="its port")
+    http_base_url: str = Field(
+        "", description="how clients reach it, for links; default: as each request came"
+    )
+    http_keys: str = Field(
+        "",
+        repr=False,
+        description="API keys, one a line: name key [per_minute=N] [max_jobs=N]; @FILE reads a "
+        "file; none: open to everyone",
+    )
+    http_per_minute: float = Field(
+        0, ge=0, description="pushes a minute of one API key that does not say; 0: no limit"
+    )
+    http_max_jobs: int = Field(
+        0, ge=0, description="active jobs of one API key that does not say; 0: no limit"
+    )
+    http_max_body_bytes: int = Field(
+        2**20, ge=1024, description="the largest request without files"
+    )
+    http_max_upload_bytes: int = Field(
+        16 * 2**20, ge=1024, description="the largest request with files"
+    )
+    http_wait_s: float = Field(
+        600.0, gt=0, description="how long a request waits for its picture; the job goes on then"
+    )
+    http_cancel_on_disconnect: bool = Field(
+        True, description="a client that goes away while it waits for a picture cancels its job"
     )
 
     # leases and lives
@@ -105,10 +162,33 @@ class Settings(BaseSettings):
     worker_lease_s: float = Field(
         5.0, gt=0, description="a worker silent this long loses its tasks"
     )
+    hang_s: float = Field(
+        5.0, gt=0, description="a worker that makes no step for this long loses its tasks…"
+    )
+    hang_factor: float = Field(
+        10.0, ge=1, description="…or for this × what the step should take, if that is longer"
+    )
+    hang_first_s: float = Field(
+        60.0, gt=0, description="as hang_s, for a worker's first task of a shape: it may compile"
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="tries without progress after which a job ends as failed"
+    )
+    dead_letters: int = Field(
+        1000, ge=1, description="failed jobs that `slackwater dead` can look back on"
+    )
     result_ttl_s: float = Field(86_400, gt=0, description="how long sw:result:* stays")
     output_ttl_s: float = Field(86_400, gt=0, description="how long sw:output:* stays")
     job_ttl_s: float = Field(172_800, gt=0, description="how long the record of an ended job stays")
+    timeline_entries: int = Field(
+        20_000, ge=0, description="tasks that `slackwater timeline` can look back on; 0: none"
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING")
+
+    def http_address(self) -> tuple[str, int]:
+        """Where the gateway is reached from its own machine."""
+        everywhere = self.http_host in ("0.0.0.0", "::", "")
+        return ("127.0.0.1" if everywhere else self.http_host), self.http_port
 
     def served_name(self) -> str:
         """The model name clients use."""
@@ -121,7 +201,11 @@ class Settings(BaseSettings):
 
 def ttls_of(settings: Settings) -> Ttls:
     return Ttls(
-        result_s=settings.result_ttl_s, output_s=settings.output_ttl_s, job_s=settings.job_ttl_s
+        result_s=settings.result_ttl_s,
+        output_s=settings.output_ttl_s,
+        job_s=settings.job_ttl_s,
+        timeline_entries=settings.timeline_entries,
+        dead_letters=settings.dead_letters,
     )
 
 

@@ -73,6 +73,9 @@ class Outcome:
     seconds: float = 0.0
     done: bool = True  # False: handed back untouched, to be dispatched again
     step_s: float = 0.0  # median time of one step in this chunk; 0 where there was none
+    rows: int = 0  # of the largest forward pass it shared; 0 where it ran alone
+    skipped: int = 0  # forward passes that a step cache has left out so far, of the whole job
+    trace: str = ""  # with an error: the end of its traceback, for the operator
 
 
 class Control(Protocol):

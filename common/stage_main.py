@@ -7,6 +7,7 @@ from typing import Any
 from common import health
 from common.arena import Arena, owner_name
 from common.connect import blocking, writing
+from common.fitness import EXIT_UNFIT
 from common.handles import HandleStore
 from common.keys import Keys
 from common.logs import set_up
@@ -21,7 +22,10 @@ INLINE_BYTES = 64
 
 
 def serve(kind: str, settings: Settings) -> None:
-    """Run one stage worker until SIGTERM."""
+    """Run one stage worker until SIGTERM or until it is drained.
+
+    Raises SystemExit(EXIT_UNFIT) if it took itself out: a fresh process may do better.
+    """
     redis, keys = writing(settings.redis_url), Keys(settings.prefix)
     arena = Arena.open(settings.arena_path, settings.arena_bytes)
     store = HandleStore(
@@ -32,7 +36,7 @@ def serve(kind: str, settings: Settings) -> None:
         inline_bytes=INLINE_BYTES,
         prefer=settings.states,
     )
-    stage = _stage(kind, settings, store)
+    stage = make_stage(kind, settings, store)
     worker = Worker(
         lambda: blocking(settings.redis_url),
         lambda: writing(settings.redis_url),
@@ -50,9 +54,12 @@ def serve(kind: str, settings: Settings) -> None:
         worker.run()
     finally:
         arena.close()
+    if worker.unfit:
+        raise SystemExit(EXIT_UNFIT)
 
 
-def _stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
+def make_stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
+    """The stage a worker with these settings runs; loads its part of the model."""
     if settings.noop:
         return NoopStage(kind, store, NoopCosts.parse(settings.noop))
     single_threaded()
@@ -69,6 +76,8 @@ def _stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
         threads=settings.threads,
         attention=settings.attention,
         name=settings.served_name(),
+        fast_decode=settings.fast_decode,
+        tiled_decode=settings.tiled_decode,
         **extra,
     )
 

@@ -7,7 +7,6 @@ the next one's start go out in one round trip, so a rank is idle for that round 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -15,22 +14,23 @@ import secrets
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from common.clock import Clock, redis_clock
-from common.handles import Handle, HandleError
+from common.fitness import Fitness
+from common.handles import Handle
 from common.inbox import Inbox, Outage, Pending, Pulse
-from common.job import JobSpec
 from common.keys import Keys
-from common.messages import Report, ReportRow, pack, pack_handles, pack_report, unpack_handles
+from common.messages import Report, pack_report
+from common.reporting import args_of, before_report, failed, rows_of, steps_of
 from common.scripts import Call, Scripts, Transitions, Ttls, ms, text
-from common.stage import DECODE, DENOISE, ENCODE, Outcome, Stage, Task
+from common.stage import Outcome, Stage, Task
+from common.states import States
 
 log = logging.getLogger("slackwater.worker")
 
@@ -38,8 +38,6 @@ BLOCK_MS = 1000
 SWEEP_S = 60.0
 # With growing pauses, under a second in all.
 FAREWELL_TRIES = 5
-# Errors of a stage are shown to users; a whole traceback goes to the log.
-ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +103,17 @@ class Worker:
         self._counts, self._sweep = counts, sweep
         self._swept = time.monotonic()
         self._draining = threading.Event()
-        self._stager = stager or ThreadPoolExecutor(1, thread_name_prefix="stager")
-        self._inbox = Inbox(
-            connect_blocking, keys.tasks(who.name), BLOCK_MS, self._stage_in, self._free_packed
+        self._states = States(
+            stage, stager or ThreadPoolExecutor(1, thread_name_prefix="stager"), connect, keys
         )
+        self._inbox = Inbox(
+            connect_blocking, keys.tasks(who.name), BLOCK_MS, self._states.stage_in,
+            self._states.free_packed, self.drain, self._states.salvage,
+        )  # fmt: skip
         self._pulse = Pulse(self._beat, self._tell, lease_s / 3)
         self._steps_of: dict[str, int] = {}
+        self._fitness = Fitness()
+        self._late_reports = 0
 
     # -- life ----------------------------------------------------------------------------
 
@@ -135,6 +138,11 @@ class Worker:
         self._draining.set()
         self._inbox.nudge()
 
+    @property
+    def unfit(self) -> str:
+        """Why this process took itself out and must not be used again; "" if it did not."""
+        return self._fitness.unfit
+
     def drain_on_sigterm(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.drain())
@@ -153,7 +161,7 @@ class Worker:
         self._pulse.join(5)  # a beat after the farewell would bring back a worker that is gone
         self._say_goodbye()
         self._inbox.join(5)
-        self._stager.shutdown(wait=True)
+        self._states.close()
         self.stage.close()
         log.info("%s has left", self.who.name)
 
@@ -162,9 +170,11 @@ class Worker:
         outage = Outage(self.who.name)
         for _ in range(FAREWELL_TRIES):
             try:
-                left = self._scripts.one(self._transitions.leave(self.who.name, tell=True))
+                left = self._scripts.one(
+                    self._transitions.leave(self.who.name, tell=True, why=self.unfit)
+                )
                 for packed in left[1:]:
-                    self._free_packed(packed)
+                    self._states.free_packed(packed)
                 return
             except (RedisError, OSError) as error:
                 outage.failed(error, threading.Event())
@@ -179,20 +189,24 @@ class Worker:
         ):
             return None
         task = pending.task
+        self._pulse.begin(task.seq)
         outcomes, seconds, returned = self._execute(pending)
-        rows, calls = self._report_rows(pending, outcomes)
+        self._pulse.hold()
+        task = pending.task
+        self._judge(outcomes)
+        rows, calls = rows_of(task, outcomes), before_report(self._transitions, task, outcomes)
         draining = self._draining.is_set()
         report = Report(
             task.seq, self.who.name, task.stage, tuple(rows), seconds, returned, draining
         )
-        at = len(calls)  # of the report, behind the uploads
+        at = len(calls)  # of the report, behind what must be there before it
         calls.append(
             self._transitions.report(
                 task.seq,
                 self.who.name,
                 self._leads(task),
                 pack_report(report),
-                [self._report_args(r, o) for r, o in zip(rows, outcomes, strict=True)],
+                [args_of(r, o, self._steps_of) for r, o in zip(rows, outcomes, strict=True)],
                 self._clock(),
             )
         )
@@ -200,11 +214,21 @@ class Worker:
         if following is not None:
             calls.append(self._start(following))
         replies = self._send(calls)
+        self._pulse.end()
         self._settle(task, outcomes, replies[at])
         self._inbox.yields.discard(task.seq)
         if following is not None and self._note_start(following, replies[at + 1]):
             return following
         return None
+
+    def _judge(self, outcomes: Sequence[Outcome]) -> None:
+        """Take itself out where no task could succeed here any more."""
+        if self.unfit:
+            return
+        self._fitness.note((o.job, o.error_code, o.error) for o in outcomes if o.done)
+        if self.unfit:
+            log.error("%s takes itself out: %s", self.who.name, self.unfit)
+            self.drain()
 
     def _leads(self, task: Task) -> bool:
         return not task.members or task.members[0] == self.who.name
@@ -255,7 +279,7 @@ class Worker:
             outcomes = self.stage.run(live, staged, control)
         except Exception as error:
             log.exception("seq %d (%s) failed", task.seq, " ".join(r.job for r in task.rows))
-            outcomes = [_failed(row.job, row.start, error) for row in live.rows]
+            outcomes = [failed(row, error) for row in live.rows]
         by_job = {outcome.job: outcome for outcome in outcomes}
         whole = [by_job.get(blank.job, blank) for blank in untouched]
         return whole, self._clock() - begun, False
@@ -267,6 +291,9 @@ class Worker:
         verdict = text(reply[0])
         if verdict == "unknown" or not self._leads(task):
             return
+        if verdict == "void":
+            self._late_reports += 1
+            log.warning("seq %d was taken away before its report, which did not count", task.seq)
         flags = reply[1:] if verdict == "done" else [b"0"] * len(outcomes)
         waste: list[Handle] = []
         for row, outcome, flag in zip(task.rows, outcomes, flags, strict=True):
@@ -275,55 +302,7 @@ class Worker:
             else:
                 waste += list(outcome.handles.values())
         if waste:
-            self._stager.submit(self._free_quietly, waste)
-
-    def _report_rows(
-        self, pending: Pending, outcomes: Sequence[Outcome]
-    ) -> tuple[list[ReportRow], list[Call]]:
-        """The rows of the report, and the calls that upload finished files before it."""
-        task, rows = pending.task, []
-        uploads: list[Call] = []
-        for row, outcome in zip(task.rows, outcomes, strict=True):
-            files = []
-            for n, output in enumerate(outcome.outputs):
-                uploads.append(self._transitions.upload(row.job, task.seq, n, output.content))
-                files.append(
-                    {
-                        "mime": output.mime,
-                        "width": output.width,
-                        "height": output.height,
-                        "bytes": len(output.content),
-                        "sha256": hashlib.sha256(output.content).hexdigest(),
-                        "seq": task.seq,
-                        "n": n,
-                    }
-                )
-            rows.append(
-                ReportRow(
-                    job=row.job,
-                    step=outcome.step
-                    if task.stage == DENOISE
-                    else row_step(row.params, task.stage),
-                    next_stage=_next_stage(task.stage, outcome, row.params),
-                    handles=pack_handles({**row.handles, **outcome.handles}),
-                    outputs=tuple(files),
-                    seconds=outcome.seconds,
-                    error_code=outcome.error_code,
-                    error=outcome.error[:ERROR_CHARS],
-                    step_s=outcome.step_s,
-                )
-            )
-        return rows, uploads
-
-    def _report_args(
-        self, row: ReportRow, outcome: Outcome
-    ) -> tuple[str, int, int, str, bytes, bytes, float, str, str]:
-        steps = self._steps_of.get(row.job, 1) if outcome.done else 0
-        outputs = pack(list(row.outputs)) if row.outputs else b""
-        return (
-            row.job, row.step, steps, row.next_stage, row.handles, outputs, row.seconds,
-            row.error_code, row.error,
-        )  # fmt: skip
+            self._states.free(waste)
 
     # -- redis ---------------------------------------------------------------------------
 
@@ -344,7 +323,7 @@ class Worker:
         Scripts(self._pulse_redis).one(self._registration())
         if time.monotonic() - self._swept >= SWEEP_S:
             self._swept = time.monotonic()
-            self._stager.submit(self._sweep_quietly)
+            self._states.submit(self._sweep_quietly)
 
     def _registration(self) -> Call:
         who = self.who
@@ -356,7 +335,8 @@ class Worker:
             "pid": str(os.getpid()),
             "beat": ms(self._clock()),
             "draining": "1" if self._draining.is_set() else "0",
-            "counts": json.dumps(dict(self._counts())),
+            "motion": self._pulse.motion(),
+            "counts": json.dumps({**self._counts(), "late_reports": self._late_reports}),
         }
         return self._transitions.register(
             who.name, self.lease_s, f"{who.model}/{who.stage}", self._manifest, fields
@@ -373,64 +353,6 @@ class Worker:
 
     def _tell(self, seq: int, steps: dict[str, int]) -> None:
         rows = [(job, step, self._steps_of.get(job, max(1, step))) for job, step in steps.items()]
-        Scripts(self._pulse_redis).one(self._transitions.progress(seq, rows, self._clock()))
-
-    # -- state ---------------------------------------------------------------------------
-
-    def _stage_in(self, pending: Pending) -> Future[Any]:
-        return self._stager.submit(self._read_state, pending)
-
-    def _read_state(self, pending: Pending) -> tuple[Task, Any]:
-        """The task with its parameters complete, and what the stage read for it."""
-        task = pending.task
-        if any(not raw.params for raw in pending.raw):
-            rows = []
-            for row in task.rows:
-                spec = None if row.params else self._redis_spec(row.job)
-                rows.append(replace(row, params=spec.params) if spec else row)
-            task = replace(task, rows=tuple(rows))
-            pending.task = task
-        return task, self.stage.stage_in(task)
-
-    def _redis_spec(self, job: str) -> JobSpec | None:
-        packed = self._connect().hget(self.keys.trajectory(job), "spec")
-        return JobSpec.from_wire(packed) if packed else None
-
-    def _free_packed(self, packed: bytes) -> None:
-        try:
-            handles = list(unpack_handles(packed).values())
-        except (ValueError, HandleError) as error:
-            log.error("was told to free what is no handle: %s", error)
-            return
-        self._stager.submit(self._free_quietly, handles)
-
-    def _free_quietly(self, handles: list[Handle]) -> None:
-        try:
-            self.stage.free(handles)
-        except Exception:
-            log.exception("could not free %s", ", ".join(map(str, handles)))
-
-
-def _next_stage(stage: str, outcome: Outcome, params: dict[str, Any]) -> str:
-    if not outcome.done:
-        return stage
-    if stage == ENCODE:
-        return DENOISE
-    if stage == DENOISE:
-        return DECODE if outcome.step >= steps_of(params) else DENOISE
-    return "finish"
-
-
-def row_step(params: dict[str, Any], stage: str) -> int:
-    """Steps done of a job that is not in the denoise stage."""
-    return 0 if stage == ENCODE else steps_of(params)
-
-
-def steps_of(params: dict[str, Any]) -> int:
-    return int(params.get("num_inference_steps") or 1)
-
-
-def _failed(job: str, step: int, error: Exception) -> Outcome:
-    what = "".join(traceback.format_exception_only(error)).strip()
-    code = "state_lost" if getattr(error, "kind", "") in ("lost", "corrupt") else "stage_error"
-    return Outcome(job, step=step, error_code=code, error=what)
+        call = self._transitions.progress(seq, rows, self._clock())
+        if text(Scripts(self._pulse_redis).one(call)[0]) == "void" and self._pulse.runs(seq):
+            self._inbox.yields.add(seq)  # it was taken away: no use in going on

@@ -21,6 +21,7 @@ prefix=${SLACKWATER_PREFIX:-sw:}
 # A project and a port of its own: a pool that runs here already, and its data, stay untouched.
 export COMPOSE_PROJECT_NAME=slackwater-smoke
 export SLACKWATER_REDIS_PORT=${SMOKE_REDIS_PORT:-$((20000 + RANDOM % 10000))}
+export SLACKWATER_HTTP_PORT=${SMOKE_HTTP_PORT:-$((30000 + RANDOM % 2000))}
 
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 fail() { say "FAILED: $*" >&2; exit 1; }
@@ -68,7 +69,7 @@ say "$image is $(($(docker image inspect -f '{{.Size}}' "$image") / 1000000)) MB
 
 missing=$(docker run --rm --init "$image" python -c \
   'from common.settings import Settings; print(*("SLACKWATER_" + f.upper() for f in Settings.model_fields), sep="\n")' |
-  while read -r name; do grep -q "^  $name:" docker-compose.yml || echo "$name"; done)
+  while read -r name; do grep -q "^ *$name:" docker-compose.yml || echo "$name"; done)
 [ -z "$missing" ] || fail "docker-compose.yml does not hand on" $missing
 
 up=1
@@ -78,7 +79,7 @@ say "started, Redis at 127.0.0.1:$SLACKWATER_REDIS_PORT"
 
 # -- wait until every container is healthy --------------------------------------------------
 containers=$("${compose[@]}" ps -q)
-expected=6  # redis, coordinator, encode, 2 × denoise, decode
+expected=7  # redis, coordinator, encode, 2 × denoise, decode, gateway
 [ "$(wc -w <<<"$containers")" = $expected ] || fail "$(wc -w <<<"$containers") containers where $expected were wanted"
 health() { docker inspect -f '{{.Name}} {{.State.Status}} {{.State.Health.Status}}' $containers; }
 deadline=$((SECONDS + wait_s))
@@ -150,6 +151,16 @@ for id in "${ids[@]}"; do
   fi
   say "$file: $what, $(wc -c <"$file") bytes, ran on $ran"
 done
+
+# -- the same by HTTP -----------------------------------------------------------------------
+http=http://127.0.0.1:$SLACKWATER_HTTP_PORT
+answer=$(curl -sS --max-time "$wait_s" "$http/v1/jobs" -H 'Content-Type: application/json' \
+  -H "Prefer: wait=$wait_s" \
+  -d "{\"prompt\": \"a red circle\", \"size\": \"${size}x$size\", \"num_inference_steps\": $steps}")
+[[ $answer == *'"status":"succeeded"'* ]] || fail "POST $http/v1/jobs answered: $answer"
+url=$(grep -oE "$http/v1/jobs/[^\"]+/output/0" <<<"$answer") || fail "no link in $answer"
+curl -sSf "$url" -o "$out/http" || fail "GET $url"
+say "the same by HTTP: $(wc -c <"$out/http") bytes from $url"
 
 [ "$("${cli[@]}" XLEN "${prefix}jobs" | tr -d '\r')" = 0 ] || fail "${prefix}jobs is not empty"
 restarted=$(docker inspect -f '{{.Name}} {{.RestartCount}}' $containers | grep -v ' 0$' || true)

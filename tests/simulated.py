@@ -93,6 +93,7 @@ class Pool:
         self.coordinators: list[Actor] = []
         self._minds: list[Coordinator] = []
         self.lost_workers = 0  # died, or lost their lease
+        self.deserted = False  # at some moment nobody was there who could have freed a state
         self.is_deaf: Callable[[], bool] = lambda: False  # whether an inbox thread lags behind
         self._made = 0
 
@@ -183,6 +184,7 @@ class Pool:
                 # Killed, or gone without a word since Redis did not hear it.
                 lost = self.client.sismember(self.keys.workers, worker.who.name)
                 self.lost_workers += bool(lost or actor.killed)
+                self.deserted = self.deserted or not self.living_workers()
 
     def let_run(
         self,
@@ -290,11 +292,8 @@ class Pool:
             self.expire_lead()
         if not self.living_coordinators():
             self.add_coordinator()
-        for kind in (ENCODE, DENOISE, DECODE):
-            staying = [w for w in self.living_workers() if not w._draining.is_set()]
-            if not any(w.who.stage == kind for w in staying):
-                self.add_worker(kind)
         for round_ in range(3000):
+            self._replace_workers()
             if round_ % 10 == 0:
                 for worker in self.living_workers():
                     self.beat(worker)
@@ -302,6 +301,12 @@ class Pool:
                     return
             self.let_run(1, pass_s=0.5)
         raise AssertionError(f"never came to rest: {self.report()}")
+
+    def _replace_workers(self) -> None:
+        """A launcher starts another for the last of a kind that left, died or took itself out."""
+        staying = [w for w in self.living_workers() if not w._draining.is_set()]
+        for kind in {ENCODE, DENOISE, DECODE} - {w.who.stage for w in staying}:
+            self.add_worker(kind)
 
     def report(self) -> str:
         """For a failure: where everything stands."""

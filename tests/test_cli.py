@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -206,3 +207,30 @@ def test_parameters_may_stand_anywhere_and_begin_with_a_minus() -> None:
 )
 def test_times_are_written_for_people(value: float | None, text: str) -> None:
     assert seconds(value) == text
+
+
+def test_submit_says_at_once_when_it_should_be_done(sw: Run) -> None:
+    """In time, as best effort, or not at all."""
+    said = sw("submit", "x", "--num-inference-steps", "20", "--eta")
+    assert said.code == Exit.OK
+    assert re.fullmatch(r"\w+ accepted; expected in [\d.]+ s\n", said.out)
+    said = sw("submit", "x", "--num-inference-steps", "20", "--slo-ms", "1", "--eta", "--json")
+    assert said.json["admission"] == "best_effort"
+    assert said.json["eta_s"] > said.json["deadline_s"]
+    said = sw("submit", "x", "--slo-ms", "1", "--on-late", "drop", "--eta")
+    assert said.code == Exit.REFUSED
+    assert "give it more time" in said.err
+
+
+def test_degrade_is_shown(sw: Run) -> None:
+    """A job that says how few steps it would bear, on a pool that has no time for all of them."""
+    busy = [sw("submit", "x", "--num-inference-steps", LONG, "--slo-ms", "100000").out.strip()
+            for _ in range(2)]  # fmt: skip
+    said = sw(
+        "submit", "x", "--num-inference-steps", "400", "--on-late", "degrade",
+        "--min-inference-steps", "1", "--slo-ms", "1000", "--wait", "--json",
+    )  # fmt: skip
+    sw("cancel", *busy)
+    assert said.json["status"] == "succeeded"
+    assert said.json["params"]["num_inference_steps"] < 400
+    assert "instead of 400" in said.json["notes"][0]

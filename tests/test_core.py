@@ -9,111 +9,12 @@ import pytest
 
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import Report, ReportRow, pack
-from common.params import PoolDefaults
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
-from services.coordinator.admission import Admission
-from services.coordinator.core import MAX_ATTEMPTS, Core
+from services.coordinator.core import MAX_ATTEMPTS
 from services.coordinator.state import FINISH
-from services.costs.model import CostModel
-from services.policies import make_policy
-from services.policies.base import View
-from tests.fakes import MANIFESTS, a_spec, raw_push
-
-NOW = 1000.0
-
-
-class Mind:
-    """A core, with a Redis that agrees to everything unless told otherwise."""
-
-    def __init__(self, policy: str = "slack", max_jobs: int = 100, **changes: Any) -> None:
-        view = View(ranks=[], lead_s=0.05, chunk_s=0.3, pack_s=0.0, **changes)
-        admission = Admission(PoolDefaults(), max_jobs=max_jobs)
-        self.core = Core(make_policy(policy), CostModel(), admission, view)
-        self.now = NOW
-        self.entry = 1_000_000
-        self.joined = 0
-        self.log: list[ev.Effect] = []
-        self.tell(ev.ManifestsRead(MANIFESTS))
-
-    def tell(self, event: ev.Event) -> list[ev.Effect]:
-        """Handle one event; the effects are carried out, and those that follow too."""
-        done: list[ev.Effect] = []
-        pending = self.core.handle(event, self.now)
-        while pending:
-            done += pending
-            answers = [self.answer(effect) for effect in pending]
-            pending = []
-            for answer in answers:
-                pending += self.core.handle(answer, self.now) if answer else []
-        self.log += done
-        return done
-
-    def answer(self, effect: ev.Effect) -> ev.Event | None:
-        match effect:
-            case ev.Submit(spec=spec):
-                return ev.Submitted(spec, "created")
-            case ev.Dispatch(seq=seq):
-                return ev.Dispatched(seq, "dispatched")
-            case ev.Void(seq=seq, forced=forced, blame=blame):
-                return ev.Voided(seq, "void", forced and blame)
-            case ev.NoteCancel(job=job):
-                return ev.CancelNoted(job, "canceling")
-            case ev.Finish(spec=spec):
-                return ev.Finished(spec.id, "finished")
-        return None
-
-    def tick(self, pass_s: float = 0.0) -> list[ev.Effect]:
-        self.now += pass_s
-        return self.tell(ev.Tick())
-
-    def join(self, *stages: str) -> list[str]:
-        """Workers of these stages come; their names are stage and number."""
-        names = []
-        for stage in stages:
-            names.append(f"{stage}-{self.joined}")
-            self.joined += 1
-            self.tell(ev.Joined(ev.WorkerInfo(names[-1], stage, ("noop",), "here")))
-        return names
-
-    def push(self, job: str, **fields: Any) -> list[ev.Effect]:
-        self.entry += 1
-        fields = {"prompt": "x", "num_inference_steps": 10, "id": job, **fields}
-        return self.tell(ev.Pushed(f"{self.entry}-0", raw_push(**fields)))
-
-    def report(
-        self, flight: ev.Dispatch, code: str = "", steps: int | None = None, **changes: Any
-    ) -> list[ev.Effect]:
-        """The worker did what it was told, or `steps` of it, or failed with `code`."""
-        rows = []
-        for row in flight.rows:
-            stop = row.stop if steps is None else row.start + steps
-            after = DECODE if stop >= 10 else DENOISE
-            following = {ENCODE: DENOISE, DENOISE: after, DECODE: FINISH}
-            step = {ENCODE: 0, DENOISE: stop, DECODE: 10}[flight.stage]
-            outputs = ({"seq": flight.seq, "n": 0, "mime": "x", "width": 1, "height": 1,
-                        "bytes": 1, "sha256": ""},) if flight.stage == DECODE else ()  # fmt: skip
-            rows.append(
-                ReportRow(row.job, step, following[flight.stage], b"", outputs, 0.1, code, code)
-            )
-        report = Report(flight.seq, flight.members[0], flight.stage, tuple(rows), 0.1, **changes)
-        return self.tell(ev.Reported(report, (True,) * len(rows)))
-
-    def last(self, kind: type[Any]) -> Any:
-        found = [effect for effect in self.log if isinstance(effect, kind)]
-        return found[-1] if found else None
-
-    def run_to_denoise(self, job: str, **fields: Any) -> None:
-        """Push a job and have it encoded."""
-        self.push(job, **fields)
-        self.tick()
-        encodes = [e for e in self.log if isinstance(e, ev.Dispatch) and e.stage == ENCODE]
-        (flight,) = [e for e in encodes if e.rows[0].job == job]
-        self.report(flight)
-
-
-def kinds(effects: list[ev.Effect]) -> list[str]:
-    return [type(effect).__name__ for effect in effects if not isinstance(effect, ev.Refresh)]
+from tests.fakes import a_spec, raw_push
+from tests.mind import NOW, Mind, kinds
 
 
 def test_a_jobs_way() -> None:
@@ -168,7 +69,7 @@ def test_a_task_is_handed_over_only_shortly_before_its_rank_is_free() -> None:
     mind.now = wake
     assert "Dispatch" in kinds(mind.tick())
     assert "Dispatch" not in kinds(mind.tick(60.0))
-    rank = mind.core.ranks["denoise-1"]
+    rank = mind.core.board.ranks["denoise-1"]
     assert rank.running
     assert rank.queued
 
@@ -186,17 +87,17 @@ def test_an_urgent_job_makes_a_running_chunk_yield() -> None:
     assert ev.Yield(long.seq, long.members) in mind.log
     assert effects or mind.last(ev.Dispatch).rows[0].job == "urgent"
     mind.report(long, steps=1)
-    assert mind.core.ranks["denoise-1"].running.candidate.job == "urgent"  # type: ignore[union-attr]
+    assert mind.core.board.ranks["denoise-1"].running.candidate.job == "urgent"  # type: ignore[union-attr]
     assert mind.core.jobs["long"].step == 1
 
 
 def test_on_late_drop_ends_a_doomed_job_as_expired() -> None:
     """Of two jobs that can no longer make it, the one that wanted to be dropped is, and once."""
     mind = Mind()
-    mind.join(ENCODE, DENOISE, DECODE)
-    mind.push("drop", slo_ms=1, on_late="drop")
-    mind.push("run", slo_ms=1)
-    mind.tick(1.0)
+    mind.push("drop", slo_ms=2000, on_late="drop")
+    mind.push("run", slo_ms=2000)
+    mind.join(ENCODE, DENOISE, DECODE)  # too late for both
+    mind.tick(2.0)
     mind.tick(1.0)
     ends = [e for e in mind.log if isinstance(e, ev.Finish)]
     assert [(e.spec.id, e.status) for e in ends] == [("drop", JobStatus.EXPIRED)]
@@ -252,10 +153,10 @@ def test_a_cancel_yields_the_chunk_and_ends_the_job() -> None:
     assert kinds(effects) == ["NoteCancel", "Yield", "Finish"]
     assert effects[-1].status is JobStatus.CANCELED  # type: ignore[union-attr]
     assert effects[-1].free_by  # type: ignore[union-attr]
-    assert mind.core.ranks["denoise-1"].running is not None
+    assert mind.core.board.ranks["denoise-1"].running is not None
     report = Report(running.seq, running.members[0], DENOISE, (ReportRow("a", 3, DENOISE),))
     assert mind.tell(ev.Reported(report, (False,))) == []
-    assert mind.core.ranks["denoise-1"].running is None
+    assert mind.core.board.ranks["denoise-1"].running is None
 
 
 def test_a_failed_task_is_tried_again_and_not_for_ever() -> None:
@@ -289,7 +190,7 @@ def test_a_lost_workers_tasks_are_taken_back() -> None:
         effects = mind.tell(ev.Left(name, lost=lost))
         assert kinds(effects) == (["Void", "Forget"] if lost else ["Void"])
         assert mind.core.jobs["a"].attempts == (1 if lost else 0)
-        assert not mind.core.flights
+        assert not mind.core.board.flights
         mind.join(ENCODE)
         assert kinds(mind.tick()) == ["Dispatch"]
 
@@ -335,7 +236,7 @@ def test_a_refused_dispatch_leaves_nothing_behind(verdict: str, detail: tuple[st
     effects = [e for e in mind.core.handle(ev.Tick(), mind.now) if isinstance(e, ev.Dispatch)]
     (dispatch,) = effects
     mind.tell(ev.Dispatched(dispatch.seq, verdict, detail))
-    assert not mind.core.flights
+    assert not mind.core.board.flights
     if verdict == "row":
         assert not mind.core.jobs
         return
@@ -355,7 +256,7 @@ def test_a_recall_that_comes_too_late_changes_nothing() -> None:
     mind.tick()
     flight = mind.last(ev.Dispatch)
     mind.tell(ev.Voided(flight.seq, "late", False))
-    assert mind.core.flights[flight.seq].voiding is False
+    assert mind.core.board.flights[flight.seq].voiding is False
     mind.report(flight)
     assert mind.core.jobs["a"].stage == DENOISE
 
@@ -421,7 +322,7 @@ def test_a_flight_without_a_live_record_is_taken_back(flight: Any) -> None:
         recovered(a_spec(id="a", num_inference_steps=10), stage=DENOISE, seq=7, flight=flight)
     )
     assert kinds(effects) == ["Void"]
-    assert not mind.core.flights
+    assert not mind.core.board.flights
     assert kinds(mind.tick()) == ["Dispatch"]
 
 
@@ -451,10 +352,10 @@ def test_a_worker_that_was_away_for_us_only_keeps_its_task() -> None:
     (name,) = mind.join(ENCODE)
     mind.push("a")
     mind.tick()
-    mind.core.ranks.pop(name)
-    mind.core._arrange()
+    mind.core.board.ranks.pop(name)
+    mind.core.board.arrange()
     mind.tell(ev.Joined(ev.WorkerInfo(name, ENCODE, ("noop",), "here")))
-    running = mind.core.ranks[name].running
+    running = mind.core.board.ranks[name].running
     assert running is not None
     assert running.candidate.job == "a"
 

@@ -26,10 +26,13 @@ from common.params import (
     read_push,
 )
 from common.stage import DECODE, DENOISE, ENCODE
-from services.coordinator.admission import Admission
+from services.coordinator.admission import Admission, Queue
 from services.coordinator.effects import call_of
 from services.coordinator.events import Pushed, Refuse, Submit
 from services.costs.model import CostModel
+from services.policies import make_policy
+from services.policies.base import View
+from services.policies.contained import Contained
 from tests.fakes import MANIFEST, MANIFESTS, raw_push
 from tests.simulated import Pool
 
@@ -43,6 +46,7 @@ GUIDED: dict[str, Any] = {
     },
     "cfg": {"scale": "guidance_scale", "needs": "negative_prompt"},
 }
+EMPTY = Queue(Contained(make_policy("slack")), View(ranks=[]), CostModel(), 0, (), 1.0)
 
 
 def accepted(raw: dict[bytes, bytes], manifests: dict[str, Any] | None = None) -> JobSpec:
@@ -102,7 +106,25 @@ BAD: list[tuple[str, dict[bytes, bytes], str, str]] = [
     ("number as id", payload(prompt="x", id=7), "id", "letters, digits"),
     ("too many pictures", raw_push(prompt="x", n=5), "n", "must be from 1 to 4"),
     ("bad choice", raw_push(prompt="x", output_format="bmp"), "output_format", "png, webp, jpeg"),
-    ("bad on_late", raw_push(prompt="x", on_late="cry"), "on_late", "run, drop"),
+    ("bad on_late", raw_push(prompt="x", on_late="cry"), "on_late", "run, drop, degrade"),
+    (
+        "degrade without a floor",
+        raw_push(prompt="x", on_late="degrade"),
+        "min_inference_steps",
+        "is required with on_late degrade",
+    ),
+    (
+        "a floor above the steps",
+        raw_push(prompt="x", on_late="degrade", min_inference_steps=9, num_inference_steps=8),
+        "min_inference_steps",
+        "9 is more than num_inference_steps, 8",
+    ),
+    (
+        "a floor for nothing",
+        raw_push(prompt="x", min_inference_steps=9),
+        "min_inference_steps",
+        "only goes with on_late degrade",
+    ),
     ("bad truth", raw_push(prompt="x", exact="perhaps"), "exact", "true or false"),
     ("no time", raw_push(prompt="x", slo_ms=0), "slo_ms", "above 0"),
     ("two deadlines", raw_push(prompt="x", slo_ms=9, deadline_ms=9), "slo_ms", "give one"),
@@ -242,7 +264,7 @@ def test_no_bytes_raise_anything_but_invalid_request(raw: dict[bytes, bytes]) ->
         str(error).encode()
     admission = Admission(PoolDefaults())
     logging.disable(logging.CRITICAL)
-    verdict = admission.decide(Pushed("1000-0", raw), MANIFESTS, CostModel(), 0, 0.0)
+    verdict = admission.decide(Pushed("1000-0", raw), MANIFESTS, EMPTY)
     logging.disable(logging.NOTSET)
     assert isinstance(verdict, Submit | Refuse)
     if isinstance(verdict, Refuse):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,31 @@ def test_a_lapsed_lease_is_not_renewed_but_taken_anew(table: Table, keys: Keys) 
     """Whoever let it lapse cannot know who led meanwhile, and is told so."""
     table.redis.delete(keys.leader)
     assert table.lead() == ["leading"]
+
+
+# -- shorten -----------------------------------------------------------------------------
+
+
+def test_shorten_changes_a_job_that_has_done_no_step(table: Table) -> None:
+    """Once: the spec that workers get, the steps that clients see, and one event."""
+    spec = table.job(num_inference_steps=20)
+    shorter = dataclasses.replace(spec, params={**spec.params, "num_inference_steps": 12})
+    for _ in range(2):
+        assert table.run(table.t.shorten(shorter, 12, table.now)) == ["shortened"]
+    kept = table.redis.hget(table.keys.trajectory(spec.id), "spec")
+    assert JobSpec.from_wire(kept) == shorter
+    assert table.record(spec)["steps"] == "12"
+    assert table.events(spec) == ["queued", "degraded"]
+
+
+def test_shorten_comes_too_late_once_a_step_is_done_or_a_task_is_out(table: Table) -> None:
+    (begun,) = denoising(table, "begun")
+    seq, _ = table.dispatch([begun], ["d"], DENOISE, 0, 2)
+    assert table.run(table.t.shorten(begun, 3, table.now)) == ["late"]
+    table.start(seq, "d", [begun], DENOISE)
+    table.report(seq, "d", [begun], DENOISE, step=2)
+    assert table.run(table.t.shorten(begun, 3, table.now)) == ["late"]
+    assert table.record(begun)["steps"] == "4"
 
 
 # -- submit and refuse -------------------------------------------------------------------
@@ -335,7 +361,7 @@ def test_a_row_handed_back_stays_as_it_was(table: Table) -> None:
     seq, _ = table.dispatch([a], ["d"], DENOISE, 0, 2)
     table.start(seq, "d", [a], DENOISE)
     assert table.report(seq, "d", [a], DENOISE, step=9, steps=0, handles=b"") == ["done", "1"]
-    assert table.trajectory(a) == before
+    assert table.trajectory(a) == {**before, "reached": "1"}  # it began
 
 
 def test_members_report_in_any_order_and_the_lead_counts(table: Table, keys: Keys) -> None:
@@ -545,7 +571,7 @@ def test_a_full_redis_says_so_at_the_door(full: tuple[Table, Any], keys: Keys) -
     assert isinstance(reply, redis.ResponseError)
     assert "OOM" in str(reply)
     assert not table.redis.exists(keys.job(spec.id), keys.trajectory(spec.id))
-    assert isinstance(answer_of(Submit(spec, 1), reply), SubmitFailed)
+    assert isinstance(answer_of(Submit(spec, 1, 0.0), reply), SubmitFailed)
     call = table.t.refuse(entry, [(entry, b"full")], "", "queue_full", "full", 1.0)
     assert table.run(call) == ["refused"]
     assert table.redis.get(keys.result(entry)) == b"full"

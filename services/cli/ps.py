@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from common.record import WorkerRecord
 from services.cli import terminal
 from services.cli.terminal import Exit, print_json, seconds
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
                 ("worker", "stage", "model", "host", "device", "pid", ""),
                 [
                     (w.name, w.stage, " ".join(w.models), w.host, w.device, str(w.pid),
-                     "draining" if w.draining else "")
+                     _state(w))
                     for w in workers
                 ],
                 "no workers",
@@ -57,6 +58,17 @@ def run(args: argparse.Namespace) -> int:
         if records and not client.workers():
             print("no workers are there: the jobs wait")
     return Exit.OK
+
+
+def _state(worker: WorkerRecord) -> str:
+    said = []
+    if worker.draining:
+        said.append("draining")
+    if worker.hung:
+        said.append("deaf" if worker.hung == "deaf" else f"hung (seq {worker.hung})")
+    if worker.late_reports:
+        said.append(f"{worker.late_reports} late reports")
+    return ", ".join(said)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], nothing: str) -> None:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from services.cli import terminal
-from services.cli.terminal import Exit, exit_of, fail, print_json, result_json
+from services.cli.terminal import Exit, exit_of, fail, print_json, result_json, seconds
+
+if TYPE_CHECKING:
+    from common.client import JobHandle
 
 # Flags of this command itself, and whether a value follows; all others are parameters.
 OWN = {
-    "--id": True, "--wait": False, "--save": True, "--timeout": True, "--json": False,
-    "--redis": True, "--prefix": True, "--help": False, "--param": True,
+    "--id": True, "--eta": False, "--wait": False, "--save": True, "--timeout": True,
+    "--json": False, "--redis": True, "--prefix": True, "--help": False, "--param": True,
 }  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "slackwater submit PROMPT [--NAME VALUE …] [-p NAME=VALUE …] [--id ID] [--wait] "
-        "[--timeout S] [--save DIR] [--json] [--redis URL] [--prefix PREFIX]"
+        "slackwater submit PROMPT [--NAME VALUE …] [-p NAME=VALUE …] [--id ID] [--eta] "
+        "[--wait] [--timeout S] [--save DIR] [--json] [--redis URL] [--prefix PREFIX]"
     )
     parser.add_argument("prompt", metavar="PROMPT")
     parser.add_argument(
@@ -30,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a parameter of the job; --NAME VALUE says the same",
     )  # fmt: skip
     parser.add_argument("--id", help="id of your own; same id and content is the same job")
+    parser.add_argument(
+        "--eta", action="store_true", help="say when it should be done, and whether in time"
+    )
     parser.add_argument("--wait", action="store_true", help="wait until the job has ended")
     parser.add_argument("--timeout", type=float, metavar="S", help="wait up to S seconds")
     parser.add_argument("--save", metavar="DIR", help="wait, and write the pictures to DIR")
@@ -84,7 +91,11 @@ def run(args: argparse.Namespace) -> int:
         fields[name] = value
     with terminal.client_of(args) as client:
         job = client.submit_text(fields, id=args.id)
+        if args.eta and not _say_eta(job, args.json):
+            return exit_of(job.wait(args.timeout))
         if not (args.wait or args.save or args.timeout is not None):
+            if args.eta:
+                return Exit.OK
             print_json({"id": job.id, "entry": job.ticket.entry}) if args.json else print(job.id)
             return Exit.OK
         if sys.stdout.isatty() and not args.json:
@@ -99,3 +110,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*terminal.summary(result), *(f"  {path}" for path in saved)]))
     return exit_of(result)
+
+
+def _say_eta(job: JobHandle, as_json: bool) -> bool:
+    """What the pool promises; False if it refuses."""
+    record = job.admitted()
+    if as_json:
+        print_json(record.to_json())
+    elif record.is_terminal:
+        fail(record.error or record.status)
+    else:
+        effort = " as best effort: it will probably be late" * (record.admission == "best_effort")
+        due_s = (record.eta_s or 0.0) - (record.as_of_s or 0.0)
+        off = record.eta_margin_s
+        doubt = f", give or take {seconds(off)}: its size was never measured" if off else ""
+        print(f"{job.id} accepted{effort}; expected in {seconds(due_s)}{doubt}")
+    return not record.is_terminal

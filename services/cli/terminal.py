@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from common.client import Client
     from common.job import Result
+    from common.settings import Settings
 
 
 class Exit(IntEnum):
@@ -59,6 +60,23 @@ def client_of(args: argparse.Namespace) -> Client:
         return Client(url, prefix=prefix or "sw:", patience=PATIENCE_S)
     except ValueError as error:
         fail(f"--redis: {error}")
+        raise SystemExit(Exit.USAGE) from error
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings among the flags given, else from the environment; a bad one ends the command."""
+    from pydantic import ValidationError
+
+    from common.settings import Settings
+
+    known = Settings.model_fields
+    given = {k: v for k, v in vars(args).items() if k in known and v is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else "settings"
+            fail(f"--{name.replace('_', '-')}: {problem['msg']}, not {problem.get('input')!r}")
         raise SystemExit(Exit.USAGE) from error
 
 

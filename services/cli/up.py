@@ -7,16 +7,15 @@ Every setting is a flag too (docs/settings.md).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from common.settings import Settings
-from services.cli.terminal import Exit, fail, print_json
+from services.cli.terminal import Exit, fail, print_json, settings_of
 from services.pool.local import START_S, STOP_S, LocalPool, PoolError
 from services.pool.redis_server import DEFAULT_PORT, RedisNotFound
 from services.pool.state_dir import StateDirTaken, default_state_dir
@@ -48,6 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stop-s", type=float, default=STOP_S, metavar="S",
         help=f"patience with running chunks at the end (default {STOP_S:.0f})",
     )  # fmt: skip
+    parser.add_argument(
+        "--http", type=int, metavar="PORT",
+        help="also serve HTTP, OpenAI's API and ours, on this port of http_host (docs/http.md)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="say where it is as JSON, one line")
     group = parser.add_argument_group("settings")
     for name, field in Settings.model_fields.items():
@@ -60,19 +63,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {k: v for k, v in vars(args).items() if k in Settings.model_fields}
-    try:
-        settings = Settings(**given)
-    except ValidationError as error:
-        for problem in error.errors():
-            name = str(problem["loc"][0]) if problem["loc"] else "settings"
-            fail(f"--{name.replace('_', '-')}: {problem['msg']}, not {problem.get('input')!r}")
-        return Exit.USAGE
+    if args.http is not None:
+        args.http_port = args.http
+    settings = settings_of(args)
     wrong = check(args, settings)
     if wrong:
         fail(wrong)
         return Exit.USAGE
-    external = "redis_url" in given or "SLACKWATER_REDIS_URL" in os.environ
+    external = "redis_url" in vars(args) or "SLACKWATER_REDIS_URL" in os.environ
     pool = LocalPool(
         args.encoders,
         args.denoisers,
@@ -81,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         redis_url=settings.redis_url if external else None,
         state_dir=args.state_dir or default_state_dir(),
         port=args.port or DEFAULT_PORT,
+        http=args.http is not None,
         start_s=args.start_s,
         stop_s=args.stop_s,
         say=lambda line: print(line, file=sys.stderr, flush=True),
@@ -93,6 +92,8 @@ def check(args: argparse.Namespace, settings: Settings) -> str:
     for name in ("encoders", "denoisers", "decoders"):
         if not 0 <= getattr(args, name) <= 256:
             return f"--{name}: {getattr(args, name)}; 0 to 256 are possible"
+    if args.http is not None and importlib.util.find_spec("fastapi") is None:
+        return "--http: wants more packages: pip install 'slackwater[gateway]'"
     looks_like_path = settings.model.startswith((".", "/", "~")) or settings.model.count("/") != 1
     if not settings.noop and looks_like_path and not Path(settings.model).is_dir():
         return f"--model: {settings.model}: {MODEL_MISSING}"
@@ -141,6 +142,7 @@ def _show(pool: LocalPool, as_json: bool) -> None:
                 "prefix": pool.settings.prefix,
                 "model": pool.settings.served_name(),
                 "pid": os.getpid(),
+                "http_url": pool.http_url,
                 "log_dir": str(pool.log_dir),
                 "processes": [{"name": p.name, "role": p.role, "pid": p.pid} for p in processes],
             }
@@ -151,6 +153,7 @@ def _show(pool: LocalPool, as_json: bool) -> None:
         print(f"  {p.name:<{width}}  pid {p.pid:<8} {p.log}")
     default = pool.redis_url == f"redis://127.0.0.1:{DEFAULT_PORT}/0"
     where = "" if default else f"  (the commands below find it by {pool.state_dir}/pool.json)"
-    print(f"\n  model  {pool.settings.served_name()}\n  Redis  {pool.redis_url}{where}\n")
+    http = f"\n  HTTP   {pool.http_url}/docs" if pool.http_url else ""
+    print(f"\n  model  {pool.settings.served_name()}\n  Redis  {pool.redis_url}{where}{http}\n")
     print('  slackwater submit "a red circle on a blue background" --wait --save out')
     print("  slackwater ps        slackwater scale denoise 2        Ctrl-C stops it", flush=True)

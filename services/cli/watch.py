@@ -127,6 +127,8 @@ def describe(record: JobRecord, steps: bool = True) -> str:
         text = record.stage or record.status
         if steps and record.steps:
             text += f" {record.step}/{record.steps}"
+    if record.admission == "best_effort":
+        text += " · best effort"
     if record.slack_s is not None:
         text += f" · slack {seconds(record.slack_s)}"
     return text

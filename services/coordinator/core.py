@@ -14,62 +14,57 @@ from typing import Any
 from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import MessageError, unpack_handles
-from common.stage import DENOISE, ENCODE
+from common.stage import ENCODE
 from services.coordinator import events as ev
-from services.coordinator.admission import Admission
+from services.coordinator.admission import Admission, Queue
+from services.coordinator.board import Board
+from services.coordinator.deciding import decide
+from services.coordinator.hung import Watch
+from services.coordinator.limits import Limits, is_out_of_time, out_of_time
 from services.coordinator.recovery import recover
-from services.coordinator.standing import standings
 from services.coordinator.state import (
     FINAL_ERRORS,
     FINISH,
     MAX_ATTEMPTS,
-    Flight,
     Job,
     died,
+    position,
     timings,
 )
 from services.costs.model import CostModel, Shape, shape_of
-from services.policies.base import (
-    Doomed,
-    Policy,
-    Preempt,
-    Rank,
-    Recall,
-    Run,
-    Running,
-    View,
-    cost_s,
-)
+from services.policies.base import Candidate, Policy, View
+from services.policies.contained import Contained
 
 Effects = list[ev.Effect]
-REFRESH_S = 1.0
-# A policy that names ended jobs again and again must not keep the core for ever.
-MOST_PLANS = 8
 # Workers asked in turn to free an ended job's state; more than one may have died unnoticed.
 MOST_FREERS = 3
 
 
 class Core:
     def __init__(self, policy: Policy, costs: CostModel, admission: Admission, view: View) -> None:
-        self.policy = policy
+        self.policy = Contained(policy)
         self.costs = costs
         self.admission = admission
         self.view = view
+        self.board = Board(view)
         self.manifests: Mapping[str, Mapping[str, Any]] = {}
         self.jobs: dict[str, Job] = {}
-        self.flights: dict[int, Flight] = {}
-        self.workers: dict[str, ev.WorkerInfo] = {}
-        self.ranks: dict[str, Rank] = {}
         self.seq = 0
         self.wake_at: float | None = None
-        self._refreshed = 0.0
-        self._entering = 0  # submits whose answer is still to come
+        self.refresh_s = 1.0  # standings are said this often
+        self.refreshed_s = 0.0
+        self.entering: dict[str, Candidate] = {}  # submits whose answer is still to come
+        self.max_attempts = MAX_ATTEMPTS
+        self.watch = Watch()
+        self.limits = Limits()
 
     def handle(self, event: ev.Event, now: float) -> Effects:
         """What to do about `event` at `now` (seconds since the epoch, Redis' clock)."""
         match event:
             case ev.Tick():
-                return self._decide(now)
+                effects = self.limits.due(self, now) + decide(self, now)
+                self.wake_at = self._next_alarm(now)
+                return effects
             case ev.Pushed():
                 return self._push(event, now)
             case ev.Submitted():
@@ -91,27 +86,41 @@ class Core:
             case ev.Rewound():
                 return self._rewound(event)
             case ev.Joined():
-                return self._joined(event)
+                self.board.join(event.worker)
+                return []
+            case ev.Beats():
+                return self.watch.look(self, event.workers)
             case ev.Left():
-                return self._left(event, now)
+                return self._left(event)
             case ev.ManifestsRead():
                 return self._manifests(event)
+            case ev.PolicyChosen():
+                return self._policy_chosen(event)
             case ev.Recovered():
                 return recover(self, event, now)
+
+    def _next_alarm(self, now: float) -> float | None:
+        """The next moment at which a decision could differ, or a standing is to be said."""
+        free = self.board.next_free(now)
+        if not self.jobs:
+            return free
+        refresh = self.refreshed_s + self.refresh_s
+        return min(at for at in (free, refresh, self.limits.next_s()) if at is not None)
 
     # -- arrivals ------------------------------------------------------------------------
 
     def _push(self, event: ev.Pushed, now: float) -> Effects:
-        active = len(self.jobs) + self._entering
-        backlog = active * 1.0
-        verdict = self.admission.decide(event, self.manifests, self.costs, active, backlog)
+        queue = Queue(
+            self.policy, self.view, self.costs, len(self.jobs), tuple(self.entering.values()), now
+        )
+        verdict = self.admission.decide(event, self.manifests, queue)
         if isinstance(verdict, ev.Submit):
-            self._entering += 1
+            self.entering[verdict.spec.id] = self._job_of(verdict.spec).candidate(self.costs)
         return [verdict]
 
     def _submitted(self, event: ev.Submitted, now: float) -> Effects:
         spec = event.spec
-        self._entering -= 1
+        self.entering.pop(spec.id, None)
         if event.verdict == "conflict":
             return [
                 ev.Refuse(
@@ -133,7 +142,7 @@ class Core:
 
     def _submit_failed(self, event: ev.SubmitFailed) -> Effects:
         spec = event.spec
-        self._entering -= 1
+        self.entering.pop(spec.id, None)
         return [
             ev.Refuse(
                 entry=spec.entry,
@@ -146,10 +155,12 @@ class Core:
         ]
 
     def remember(self, spec: JobSpec) -> Job:
-        manifest = self.manifests.get(spec.model, {})
-        job = Job.of(spec, shape_of(spec.params, manifest), spec.deadline_s or spec.arrival_s)
-        self.jobs[spec.id] = job
+        job = self.jobs[spec.id] = self._job_of(spec)
+        self.limits.watch(job)
         return job
+
+    def _job_of(self, spec: JobSpec) -> Job:
+        return Job.of(spec, shape_of(spec.params, self.manifests.get(spec.model, {})))
 
     def ready(self, job: Job) -> None:
         job.seq = 0
@@ -162,198 +173,42 @@ class Core:
             self.costs.set_prior(model, manifest.get("costs", {}))
         return []
 
-    # -- workers -------------------------------------------------------------------------
-
-    def _joined(self, event: ev.Joined) -> Effects:
-        worker = event.worker
-        self.workers[worker.name] = worker
-        if worker.draining:
-            self.ranks.pop(worker.name, None)
-        elif worker.name not in self.ranks and worker.stage:
-            self.ranks[worker.name] = Rank(worker.name, worker.stage, worker.models)
-            for flight in self.flights.values():  # it may have been away only for us
-                if worker.name in flight.silent:
-                    self.show(flight, worker.name)
-        self._arrange()
+    def _policy_chosen(self, event: ev.PolicyChosen) -> Effects:
+        """Another policy leads from the next decision on; what runs goes on."""
+        self.policy = Contained(event.policy)
+        for job in self.jobs.values():
+            if not job.seq and not job.ending:
+                self.policy.add(job.candidate(self.costs))
         return []
 
-    def _left(self, event: ev.Left, now: float) -> Effects:
-        self.workers.pop(event.worker, None)
-        self.ranks.pop(event.worker, None)
-        self._arrange()
+    # -- workers -------------------------------------------------------------------------
+
+    def _left(self, event: ev.Left) -> Effects:
         effects: Effects = []
-        for flight in list(self.flights.values()):
-            if event.worker in flight.members:
-                flight.voiding = True
-                effects.append(
-                    ev.Void(flight.seq, flight.members, flight.jobs, forced=True, blame=event.lost)
-                )
+        self.watch.forget(event.worker)
+        for flight in self.board.leave(event.worker):
+            flight.voiding = True
+            effects.append(
+                ev.Void(flight.seq, flight.members, flight.jobs, forced=True, blame=event.lost)
+            )
         if event.lost:
             effects.append(ev.Forget(event.worker))
         return effects
-
-    def _arrange(self) -> None:
-        """Bring the policy's view up to date with ranks and flights."""
-        self.view.ranks = list(self.ranks.values())
-        by_stage: dict[str, list[Rank]] = {}
-        for rank in self.view.ranks:
-            by_stage.setdefault(rank.stage, []).append(rank)
-        self.view.by_stage = by_stage
-
-    # -- deciding ------------------------------------------------------------------------
-
-    def _decide(self, now: float) -> Effects:
-        effects: Effects = []
-        for _ in range(MOST_PLANS):
-            if not self._plan(effects, now):
-                break
-        if now - self._refreshed >= REFRESH_S and self.jobs:
-            self._refreshed = now
-            effects.append(ev.Refresh(standings(self, now)))
-        self._set_alarm(now)
-        return effects
-
-    def _plan(self, effects: Effects, now: float) -> bool:
-        """Carry out one plan; True if another may find more to do: a rank got nothing because its
-        job was dropped in this very plan, or a denoiser took jobs that kept others from being
-        encoded ahead."""
-        again = False
-        for decision in self.policy.plan(self.view, now):
-            match decision:
-                case Run():
-                    dispatched = self._run(decision, now)
-                    again = again or not dispatched or self._stage_of(decision) == DENOISE
-                    effects += dispatched
-                case Preempt(seq=seq):
-                    flight = self.flights[seq]
-                    flight.yielding = True
-                    step_end = now + flight.candidate.step_s
-                    flight.ends_s = min(flight.ends_s, step_end)
-                    self.show(flight)
-                    effects.append(ev.Yield(seq, flight.members))
-                case Recall(seq=seq):
-                    flight = self.flights[seq]
-                    if not flight.voiding:
-                        flight.voiding = True
-                        effects.append(ev.Void(seq, flight.members, flight.jobs, forced=False))
-                case Doomed(job=name):
-                    effects += self._doomed(self.jobs[name], now)
-        return again
-
-    def _stage_of(self, decision: Run) -> str:
-        return self.ranks[decision.rank].stage
-
-    def _run(self, decision: Run, now: float) -> Effects:
-        rank = self.ranks[decision.rank]
-        # A job found doomed in this very plan may have been dropped a line before.
-        rows = [(name, stop) for name, stop in decision.rows if not self.jobs[name].ending]
-        if not rows:
-            return []
-        jobs = [self.jobs[name] for name, _ in rows]
-        stops = [stop for _, stop in rows]
-        candidates = [job.candidate(self.costs) for job in jobs]
-        expected_s = sum(cost_s(c, stop) for c, stop in zip(candidates, stops, strict=True))
-        self.seq += 1
-        for job in jobs:
-            self.policy.remove(job.spec.id)
-            job.seq = self.seq
-        flight = Flight(
-            seq=self.seq,
-            stage=rank.stage,
-            members=(rank.name,),
-            jobs=tuple(job.spec.id for job in jobs),
-            candidate=candidates[0],
-            stop=stops[0],
-            expected_s=expected_s,
-            ends_s=rank.free_at(now) + expected_s,
-            silent={rank.name},
-        )
-        self.flights[self.seq] = flight
-        self.show(flight)
-        return [
-            ev.Dispatch(
-                seq=flight.seq,
-                stage=flight.stage,
-                model=jobs[0].spec.model,
-                members=flight.members,
-                rows=tuple(job.row(stop) for job, stop in zip(jobs, stops, strict=True)),
-                expected_s=expected_s,
-            )
-        ]
-
-    def show(self, flight: Flight, *members: str) -> None:
-        """Put a flight where the policy sees it: running if its rank is idle, else queued."""
-        for member in members or flight.members:
-            rank = self.ranks.get(member)
-            if rank is None:
-                continue
-            shown = Running(
-                flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop
-            )
-            if rank.running is None or rank.running.seq == flight.seq:
-                rank.running = shown
-            else:
-                rank.queued = shown
-
-    def _land(self, flight: Flight, now: float, member: str | None = None) -> None:
-        """A flight has left a rank (every one of its members if none is named)."""
-        members = flight.members if member is None else (member,)
-        for name in members:
-            flight.silent.discard(name)
-            rank = self.ranks.get(name)
-            if rank is None:
-                continue
-            if rank.queued and rank.queued.seq == flight.seq:
-                rank.queued = None
-            if rank.running and rank.running.seq == flight.seq:
-                rank.running, rank.queued = rank.queued, None
-                if rank.running:
-                    follower = self.flights[rank.running.seq]
-                    follower.ends_s = now + follower.expected_s
-                    rank.running.ends_s = follower.ends_s
-        if not flight.silent:
-            self.flights.pop(flight.seq, None)
-
-    def _doomed(self, job: Job, now: float) -> Effects:
-        job.doomed = True
-        if job.spec.on_late == "drop" and not job.ending:
-            return self.end(
-                job,
-                JobStatus.EXPIRED,
-                now,
-                ErrorCode.DEADLINE_MISSED,
-                "it could no longer make its deadline, and on_late is drop",
-            )
-        return []
-
-    def _set_alarm(self, now: float) -> None:
-        """The next moment at which a decision could differ: a rank about to be free."""
-        alarms = [
-            rank.running.ends_s - self.view.lead_s
-            for rank in self.view.ranks
-            if rank.running and not rank.queued
-        ]
-        due = [at for at in alarms if at > now]
-        if self.jobs:
-            due.append(self._refreshed + REFRESH_S)
-        self.wake_at = min(due, default=None)
 
     # -- answers -------------------------------------------------------------------------
 
     def _dispatched(self, event: ev.Dispatched, now: float) -> Effects:
         if event.verdict == "dispatched":
             return []
-        flight = self.flights.get(event.seq)
+        flight = self.board.flights.get(event.seq)
         if flight is None:
             return []
-        flight.silent.clear()
-        self._land(flight, now)
+        self.board.land(flight, now)
         if event.verdict == "seq":
             self.seq = max(self.seq, int(event.detail[0]))
         if event.verdict == "worker":
             for name in flight.members:
-                self.ranks.pop(name, None)
-            self._arrange()
+                self.board.retire(name)
         refused = event.detail[0] if event.verdict == "row" else ""
         effects: Effects = []
         for name in flight.jobs:
@@ -370,12 +225,14 @@ class Core:
 
     def _reported(self, event: ev.Reported, now: float) -> Effects:
         report = event.report
-        flight = self.flights.get(report.seq)
+        flight = self.board.flights.get(report.seq)
         if flight is not None:
-            self._land(flight, now, report.worker)
-        if report.draining and report.worker in self.ranks:
-            del self.ranks[report.worker]
-            self._arrange()
+            self.board.land(flight, now, report.worker)
+        if report.draining:
+            self.board.retire(report.worker)
+        ran = [self.jobs[row.job] for row in report.rows if row.job in self.jobs]
+        if not report.returned:
+            self.watch.worked(report.worker, report.stage, ran)
         effects: Effects = []
         for row, accepted in zip(report.rows, event.accepted, strict=False):
             job = self.jobs.get(row.job)
@@ -394,8 +251,11 @@ class Core:
             job.outputs = row.outputs
             if job.started_s is None:
                 job.started_s = now - report.seconds
+            job.moved_on(position(job.stage, job.step))
             if job.stage == FINISH:
                 effects += self.end(job, JobStatus.SUCCEEDED, now)
+            elif is_out_of_time(job):
+                effects += out_of_time(self, job, now)
             else:
                 self.ready(job)
         return effects
@@ -410,7 +270,7 @@ class Core:
 
     def try_again(self, job: Job, code: str, error: str, now: float) -> Effects:
         """What becomes of a job whose last task failed with `code`."""
-        if code in FINAL_ERRORS or job.attempts >= MAX_ATTEMPTS:
+        if code in FINAL_ERRORS or job.attempts >= self.max_attempts:
             return self.end(job, JobStatus.FAILED, now, code or ErrorCode.WORKER_LOST, error)
         if code == ErrorCode.STATE_LOST:
             return [ev.Rewind(job.spec.id, self._who_frees(job.handles, ()))]
@@ -425,14 +285,16 @@ class Core:
         return []
 
     def _voided(self, event: ev.Voided, now: float) -> Effects:
-        flight = self.flights.get(event.seq)
+        flight = self.board.flights.get(event.seq)
         if flight is None:
             return []
         if event.verdict == "late":
             flight.voiding = False
-            return []  # it started, or its report is on the way
-        flight.silent.clear()
-        self._land(flight, now)
+            for name in flight.jobs:  # it started, or its report is on the way
+                if name in self.jobs:
+                    self.jobs[name].begun = True
+            return []
+        self.board.land(flight, now)
         effects: Effects = []
         for name in flight.jobs:
             job = self.jobs.get(name)
@@ -440,7 +302,7 @@ class Core:
                 continue
             if event.blamed:
                 job.attempts += 1
-                if job.attempts >= MAX_ATTEMPTS:
+                if job.attempts >= self.max_attempts:
                     what = died(job.attempts)
                     effects += self.end(job, JobStatus.FAILED, now, ErrorCode.WORKER_LOST, what)
                     continue
@@ -461,12 +323,11 @@ class Core:
         self.policy.remove(job.spec.id)
         job.ending = True
         effects: Effects = []
-        flight = self.flights.get(job.seq)
+        flight = self.board.flights.get(job.seq)
         members = flight.members if flight is not None else ()
         if flight is not None and len(flight.jobs) == 1:
             # Its report will be refused, but the rank should not finish the chunk first.
-            flight.yielding = True
-            self.show(flight)
+            self.board.ask_yield(flight, now)
             effects.append(ev.Yield(flight.seq, flight.members))
         effects.append(
             ev.Finish(
@@ -491,13 +352,16 @@ class Core:
             hosts = {handle.host for handle in unpack_handles(packed).values()}
         except (HandleError, MessageError):
             hosts = set()
-        hosts |= {self.workers[name].host for name in members if name in self.workers}
-        near = [w.name for w in self.workers.values() if w.host in hosts]
-        return tuple((near or list(self.workers))[:MOST_FREERS])
+        hosts |= {self.board.workers[name].host for name in members if name in self.board.workers}
+        near = [w.name for w in self.board.workers.values() if w.host in hosts]
+        return tuple((near or list(self.board.workers))[:MOST_FREERS])
 
     def _finished(self, event: ev.Finished, now: float) -> Effects:
         job = self.jobs.get(event.job)
         if job is None:
+            return []
+        if event.verdict == "done":
+            job.ending = False  # it was late, and is done: its report is on the way
             return []
         if event.verdict == "lost":
             job.ending, job.outputs = False, ()

@@ -6,11 +6,22 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from common.job import JobStatus, OutputFile, Result
+from common.job import ErrorCode, JobSpec, JobStatus, OutputFile, Result
 from common.keys import Keys
-from common.scripts import Call, Transitions, text
+from common.scripts import Call, Transitions, ms, text
 from services.coordinator import events as ev
 from services.coordinator.leader import Fenced
+
+# Ends that are nobody's wish and no fault of the request: somebody should look into them.
+DEAD_LETTERS = frozenset(
+    {
+        ErrorCode.WORKER_LOST,
+        ErrorCode.STAGE_ERROR,
+        ErrorCode.STATE_LOST,
+        ErrorCode.OUT_OF_MEMORY,
+        ErrorCode.STORAGE_FULL,
+    }
+)
 
 
 class OutOfStep(RuntimeError):
@@ -27,6 +38,10 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
                 "height": spec.params.get("height") or 0,
                 "seed": spec.params.get("seed") or 0,
                 "priority": spec.priority,
+                "admission": "best_effort" if effect.best_effort else "accepted",
+                "eta": ms(effect.eta_s),
+                "eta_margin": ms(effect.eta_margin_s),
+                "as_of": ms(now),
             }
             return t.submit(spec, steps, now, public)
         case ev.Refuse():
@@ -39,7 +54,7 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
         case ev.Dispatch():
             return t.dispatch(
                 effect.seq, effect.stage, effect.model, effect.members, effect.rows,
-                effect.expected_s, now,
+                effect.expected_s, now, effect.slacks_s,
             )  # fmt: skip
         case ev.Yield(seq=seq, members=members):
             return t.yield_(seq, members)
@@ -51,8 +66,12 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
             return t.finish(
                 effect.spec.id, str(effect.status), result_of(effect, t.keys, now).to_wire(),
                 staged, now, effect.error_code, effect.error,
-                free_by=effect.free_by,
+                free_by=effect.free_by, dead=effect.error_code in DEAD_LETTERS,
+                late=effect.status is JobStatus.EXPIRED
+                or effect.error_code == ErrorCode.RUN_TIMEOUT,
             )  # fmt: skip
+        case ev.Shorten(spec=spec, steps=steps):
+            return t.shorten(spec, steps, now)
         case ev.Rewind(job=job, free_by=free_by):
             return t.rewind(job, now, free_by)
         case ev.Refresh(standings=standings):
@@ -66,6 +85,8 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
                 for s in standings
             ]
             return t.refresh(rows, now)
+        case ev.Mark(worker=worker, hung=hung):
+            return t.mark(worker, hung)
         case ev.Forget(worker=worker):
             return t.leave(worker, tell=False)
 
@@ -89,6 +110,8 @@ def result_of(effect: ev.Finish, keys: Keys, now: float) -> Result:
         "priority": spec.priority,
         "deadline_ms": round(1000 * (spec.deadline_s or 0.0)),
         "on_late": spec.on_late,
+        **({"min_inference_steps": spec.min_steps} if spec.min_steps else {}),
+        **_timeouts(spec),
         "exact": spec.exact,
         "user": spec.user,
     }
@@ -105,6 +128,12 @@ def result_of(effect: ev.Finish, keys: Keys, now: float) -> Result:
         error_code=effect.error_code,
         error=effect.error,
     )
+
+
+def _timeouts(spec: JobSpec) -> dict[str, float]:
+    """Those that were given, as they were."""
+    given = {"queue_timeout_ms": spec.queue_timeout_s, "run_timeout_ms": spec.run_timeout_s}
+    return {name: 1000 * limit_s for name, limit_s in given.items() if limit_s is not None}
 
 
 def _refusal(effect: ev.Refuse, job: str) -> Result:

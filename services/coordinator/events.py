@@ -12,6 +12,7 @@ from typing import Any
 
 from common.job import JobSpec, JobStatus
 from common.messages import Report, TaskRow
+from services.policies.base import Policy
 
 # -- events ---------------------------------------------------------------------------------
 
@@ -41,17 +42,36 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class Motion:
+    """What a worker runs (seq 0: nothing), and how long that has not moved, by its own clock, at
+    the heartbeat of `at_s` (Redis' clock)."""
+
+    seq: int = 0
+    still_s: float = 0.0
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     name: str
     stage: str
     models: tuple[str, ...]
     host: str
     draining: bool = False
+    hung: str = ""  # what it hangs on, as a leader has marked it
+    motion: Motion = field(default=Motion(), compare=False)  # differs at every heartbeat
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     worker: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """All living workers' records, looked at once a second."""
+
+    workers: tuple[WorkerInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +87,13 @@ class ManifestsRead:
     """The merged manifests by model name."""
 
     manifests: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChosen:
+    """The operator wants another policy to lead."""
+
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +133,7 @@ class Voided:
 @dataclass(frozen=True, slots=True)
 class Finished:
     job: str
-    verdict: str  # finished | gone | lost
+    verdict: str  # finished | gone | lost | done
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +167,7 @@ class Recovered:
     seconds: Mapping[str, float]
     cancel: bool
     flight: RecoveredFlight | None
+    reached: int | None = None  # the furthest place (state.position) at which a task of it began
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +187,10 @@ Event = (
     | CancelAsked
     | Reported
     | Joined
+    | Beats
     | Left
     | ManifestsRead
+    | PolicyChosen
     | Tick
     | Submitted
     | SubmitFailed
@@ -177,8 +207,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """`eta_s`: when it should end, in seconds since the epoch, and `eta_margin_s` by how much that
+    may be off where nothing like it was ever measured. `best_effort`: too late for its deadline,
+    as things stand."""
+
     spec: JobSpec
     steps: int
+    eta_s: float
+    eta_margin_s: float = 0.0
+    best_effort: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +245,7 @@ class Dispatch:
     members: tuple[str, ...]
     rows: tuple[TaskRow, ...]
     expected_s: float
+    slacks_s: tuple[float, ...] = ()  # of each row's job, as it is handed over
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +277,14 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Shorten:
+    """Have a job that has done no step yet do `steps` in all, as `spec` now says."""
+
+    spec: JobSpec
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rewind:
     """Begin a job again from its prompt: its state is lost."""
 
@@ -262,10 +308,31 @@ class Refresh:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Write into a worker's record what it hangs on; "" for nothing."""
+
+    worker: str
+    hung: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Remove what a dead worker left in Redis."""
 
     worker: str
 
 
-Effect = Submit | Refuse | NoteCancel | Dispatch | Yield | Void | Finish | Rewind | Refresh | Forget
+Effect = (
+    Submit
+    | Refuse
+    | NoteCancel
+    | Dispatch
+    | Yield
+    | Void
+    | Finish
+    | Shorten
+    | Rewind
+    | Refresh
+    | Forget
+    | Mark
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from common.messages import unpack
 from common.params import merge_manifests
 from common.scripts import text
 from common.stage import STAGES
-from services.coordinator.events import Recovered, RecoveredFlight, WorkerInfo
+from services.coordinator.events import Motion, Recovered, RecoveredFlight, WorkerInfo
+from services.costs.table import Profile, parse_profile
+
+log = logging.getLogger("slackwater.coordinator")
 
 # Records read in one round trip.
 PAGE = 500
@@ -22,6 +26,17 @@ def read_manifests(redis: Any, keys: Keys) -> dict[str, dict[str, Any]]:
     """Merged manifests by model name."""
     published = {text(k): json.loads(v) for k, v in redis.hgetall(keys.manifests).items()}
     return merge_manifests(published)
+
+
+def read_profiles(redis: Any, keys: Keys) -> dict[str, Profile]:
+    """The cost tables measured in this pool, by model; one that cannot be read is left out."""
+    profiles = {}
+    for model, content in redis.hgetall(keys.profile).items():
+        try:
+            profiles[text(model)] = parse_profile(content)
+        except ValueError as error:
+            log.warning("%s, field %s: %s", keys.profile, text(model), error)
+    return profiles
 
 
 def read_workers(redis: Any, keys: Keys, names: Sequence[str]) -> dict[str, WorkerInfo | None]:
@@ -39,11 +54,22 @@ def read_workers(redis: Any, keys: Keys, names: Sequence[str]) -> dict[str, Work
                 models=tuple(fields["models"].split()),
                 host=fields["host"],
                 draining=fields.get("draining") == "1",
+                hung=fields.get("hung", ""),
+                motion=_motion(fields),
             )
             if "stage" in fields
             else None
         )
     return found
+
+
+def _motion(fields: dict[str, str]) -> Motion:
+    """A worker of another version may say nothing that can be read, and is not found to hang."""
+    try:
+        seq, _, still_ms = map(int, fields["motion"].split())
+        return Motion(seq, still_ms / 1000, int(fields["beat"]) / 1000)
+    except (KeyError, ValueError):
+        return Motion()
 
 
 def read_active(redis: Any, keys: Keys) -> Iterator[Recovered]:
@@ -80,6 +106,7 @@ def _read_page(redis: Any, keys: Keys, ids: Sequence[str]) -> Iterator[Recovered
             seconds={s: float(trajectory[f"{s}_s"]) for s in STAGES if f"{s}_s" in trajectory},
             cancel=trajectory.get("cancel") == b"1",
             flight=flights.get(seq),
+            reached=int(trajectory["reached"]) if "reached" in trajectory else None,
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.job import JobStatus
 from services.coordinator import events as ev
-from services.coordinator.state import FINISH, Flight, Job, died
+from services.coordinator.state import FINISH, Flight, Job, died, position
 
 if TYPE_CHECKING:
     from services.coordinator.core import Core, Effects
@@ -17,7 +17,11 @@ def recover(core: Core, event: ev.Recovered, now: float) -> Effects:
     job = core.remember(event.spec)
     job.stage, job.step, job.seq = event.stage, event.step, event.seq
     job.handles, job.outputs = event.handles, event.outputs
-    job.attempts, job.started_s = event.attempts, event.started_s
+    place = position(job.stage, job.step)
+    job.reached = place if event.reached is None else max(place, event.reached)
+    # Its next start would have counted anew.
+    moved_on = event.reached is not None and place > event.reached
+    job.attempts, job.started_s = 0 if moved_on else event.attempts, event.started_s
     job.seconds = dict(event.seconds)
     if event.cancel:
         return core.end(job, JobStatus.CANCELED, now)
@@ -33,9 +37,9 @@ def _in_flight(core: Core, job: Job, found: ev.RecoveredFlight | None, now: floa
         members = found.members if found else ()
         jobs = found.jobs if found else (job.spec.id,)
         lost = Flight(job.seq, job.stage, members, jobs, job.candidate(core.costs), 0.0)
-        core.flights[job.seq] = lost
+        core.board.flights[job.seq] = lost
         return [ev.Void(job.seq, members, jobs, forced=True)]
-    if job.seq in core.flights:
+    if job.seq in core.board.flights:
         return []
     flight = Flight(
         seq=job.seq,
@@ -44,12 +48,12 @@ def _in_flight(core: Core, job: Job, found: ev.RecoveredFlight | None, now: floa
         jobs=found.jobs,
         candidate=job.candidate(core.costs),
         expected_s=found.expected_s,
+        begins_s=now,
         ends_s=now + found.expected_s,
         silent=set(found.members),
     )
-    core.flights[job.seq] = flight
-    core.show(flight)
-    if all(member in core.workers for member in found.members):
+    core.board.launch(flight)
+    if all(member in core.board.workers for member in found.members):
         return []
     flight.voiding = True
     return [ev.Void(flight.seq, flight.members, flight.jobs, forced=True)]

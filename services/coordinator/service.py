@@ -24,7 +24,13 @@ from services.coordinator import events as ev
 from services.coordinator.core import Core
 from services.coordinator.effects import OutOfStep, answer_of, call_of, check_fence
 from services.coordinator.leader import Fenced, Leadership
-from services.coordinator.records import read_active, read_manifests, read_workers
+from services.coordinator.records import (
+    read_active,
+    read_manifests,
+    read_profiles,
+    read_workers,
+)
+from services.coordinator.steering import Steering
 
 log = logging.getLogger("slackwater.coordinator")
 
@@ -61,6 +67,7 @@ class Coordinator:
         self._sleep = sleep
         self._make_core = make_core
         self.core = make_core()
+        self.steering = Steering(redis, keys, self.core.policy.name)
         self._quiet_until = 0.0  # nobody is declared dead before
         self._looked = 0.0
         self._saved = 0.0
@@ -85,6 +92,7 @@ class Coordinator:
         self.core = core = self._make_core()
         core.seq = int(self.redis.get(self.keys.seq) or 0)
         core.costs.load({text(k): float(v) for k, v in self.redis.hgetall(self.keys.costs).items()})
+        self._load_profiles()
         core.handle(ev.ManifestsRead(read_manifests(self.redis, self.keys)), now)
         names = sorted(text(name) for name in self.redis.smembers(self.keys.workers))
         for name, worker in read_workers(self.redis, self.keys, names).items():
@@ -95,7 +103,8 @@ class Coordinator:
         for recovered in sorted(read_active(self.redis, self.keys), key=lambda r: r.seq):
             effects += core.handle(recovered, now)
         self._quiet_until = now + self.worker_lease_s
-        log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.workers))
+        self.steering.begin()
+        log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.board.workers))
         self._carry_out(effects)
 
     # -- the loop ------------------------------------------------------------------------
@@ -123,7 +132,7 @@ class Coordinator:
                     log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
                 leading = False
                 self._sleep(pause)
-                pause = min(5.0, pause * 2)
+                pause = min(1.0, pause * 2)
         if leading:
             with contextlib.suppress(RedisError, OSError):
                 self._save_costs()
@@ -135,8 +144,10 @@ class Coordinator:
         self.leadership.keep(now)
         if now - self._looked >= LIVENESS_S:
             self._look_for_the_dead(now)
+            self._steer(now)
         if now - self._saved >= SAVE_COSTS_S:
             self._save_costs()
+            self._load_profiles()
         if self.core.wake_at is not None:
             block_ms = min(block_ms, max(1, int(1000 * (self.core.wake_at - now))))
         entries = self._read(block_ms)
@@ -188,6 +199,8 @@ class Coordinator:
             return [ev.Reported(report, tuple(flag == ord("1") for flag in flags))]
         name = text(fields.get(b"worker", b""))
         if kind == b"bye":
+            if b"why" in fields:
+                log.error("worker %s took itself out: %s", name, text(fields[b"why"]))
             return [ev.Left(name, lost=False)]
         worker = read_workers(self.redis, self.keys, [name])[name]
         if worker is None:
@@ -223,20 +236,35 @@ class Coordinator:
     # -- housekeeping --------------------------------------------------------------------
 
     def _look_for_the_dead(self, now: float) -> None:
-        """Notice workers that came without a word and those whose lease ran out."""
+        """Notice workers that came without a word, those whose lease ran out, and those that
+        get nothing done."""
         self._looked = now
         names = sorted(text(name) for name in self.redis.smembers(self.keys.workers))
         effects: list[ev.Effect] = []
-        for name, worker in read_workers(self.redis, self.keys, names).items():
-            known = self.core.workers.get(name)
+        found = read_workers(self.redis, self.keys, names)
+        for name, worker in found.items():
+            known = self.core.board.workers.get(name)
             if worker is not None and worker != known:
                 effects += self.core.handle(ev.Joined(worker), now)
             elif worker is None and now >= self._quiet_until:
                 log.warning("worker %s is gone: its lease ran out", name)
                 effects += self.core.handle(ev.Left(name, lost=True), now)
-        for name in set(self.core.workers) - set(names):
+        for name in set(self.core.board.workers) - set(names):
             effects += self.core.handle(ev.Left(name, lost=False), now)
+        beats = ev.Beats(tuple(worker for worker in found.values() if worker is not None))
+        effects += self.core.handle(beats, now)
         self._carry_out(effects)
+
+    def _steer(self, now: float) -> None:
+        chosen = self.steering.look()
+        if chosen is not None:
+            self.core.handle(chosen, now)
+        self.steering.tell(self.core.policy)
+
+    def _load_profiles(self) -> None:
+        """Tables that `slackwater profile` left; one that is known already changes nothing."""
+        for model, profile in read_profiles(self.redis, self.keys).items():
+            self.core.costs.set_table(model, profile.fits)
 
     def _save_costs(self) -> None:
         self._saved = self.clock()

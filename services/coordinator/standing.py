@@ -22,7 +22,7 @@ def standings(core: Core, now: float) -> tuple[Standing, ...]:
     denoisers = max(1, len(core.view.by_stage.get(DENOISE, ())))
     out = []
     ahead_s = 0.0
-    for flight in core.flights.values():
+    for flight in core.board.flights.values():
         for name in flight.jobs:
             job = core.jobs.get(name)
             if job is None or job.ending:

@@ -9,7 +9,7 @@ from typing import Any
 from common.job import ErrorCode, JobSpec
 from common.messages import TaskRow, pack
 from common.stage import DECODE, DENOISE, ENCODE
-from services.costs.model import CostModel, Shape
+from services.costs.model import CostModel, Quote, Shape
 from services.policies.base import Candidate
 
 FINISH = "finish"  # the stage after decode: nothing left to run
@@ -21,8 +21,16 @@ FINAL_ERRORS = frozenset(
 )
 
 
+LAST_PLACE = 1_000_000_000
+
+
 def died(times: int) -> str:
-    return f"the worker died {times} times while it ran this job"
+    return f"the worker died {times} times while it ran this job, or hung"
+
+
+def position(stage: str, step: int) -> int:
+    """How far on a task begins, as the start script counts it."""
+    return 0 if stage == ENCODE else 1 + step if stage == DENOISE else LAST_PLACE
 
 
 @dataclass(slots=True)
@@ -40,6 +48,8 @@ class Job:
     handles: bytes = b""
     outputs: tuple[dict[str, Any], ...] = ()
     attempts: int = 0
+    reached: int = -1  # the furthest position it has come to: beyond it, attempts count anew
+    begun: bool = False  # a task of it has started, though none was reported
     started_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     chunks: int = 0
@@ -48,14 +58,26 @@ class Job:
     ending: bool = False  # a Finish is on its way
 
     @classmethod
-    def of(cls, spec: JobSpec, shape: Shape, deadline_s: float) -> Job:
+    def of(cls, spec: JobSpec, shape: Shape) -> Job:
         return cls(
             spec=spec,
             shape=shape,
             steps=int(spec.params.get("num_inference_steps") or 1),
-            deadline_s=deadline_s,
+            deadline_s=spec.deadline_s or spec.arrival_s,
             packed_params=pack(spec.params),
         )
+
+    def respecify(self, spec: JobSpec) -> None:
+        """The same job with other parameters."""
+        self.spec = spec
+        self.steps = int(spec.params.get("num_inference_steps") or 1)
+        self.packed_params = pack(spec.params)
+
+    def moved_on(self, place: int) -> None:
+        """A task of it ended well, and the next begins at `place`: further on than ever, failures
+        before it count no more."""
+        if place > self.reached:
+            self.reached, self.attempts = place, 0
 
     def row(self, stop: int) -> TaskRow:
         start, end = (self.step, stop) if self.stage == DENOISE else (0, 0)
@@ -72,6 +94,17 @@ class Job:
             left += costs.estimate(model, ENCODE, shape)
         return left
 
+    def alone(self, costs: CostModel) -> Quote:
+        """What the whole job takes by itself, and how far that may be off."""
+        model, shape = self.spec.model, self.shape
+        parts = [(costs.quote(model, stage, shape), 1) for stage in (ENCODE, DECODE)]
+        parts.append((costs.quote(model, DENOISE, shape), self.steps))
+        return Quote(
+            seconds=sum(times * quote.seconds for quote, times in parts),
+            margin_s=sum(times * quote.margin_s for quote, times in parts),
+            known=all(quote.known for quote, _ in parts),
+        )
+
     def candidate(self, costs: CostModel) -> Candidate:
         model, shape = self.spec.model, self.shape
         return Candidate(
@@ -86,6 +119,7 @@ class Job:
             step_s=costs.estimate(model, DENOISE, shape),
             step=self.step,
             steps=self.steps,
+            fewest=self.spec.min_steps if self.step == 0 else 0,
             doomed=self.doomed,
             suspect=self.attempts > 0,
         )
@@ -101,6 +135,7 @@ class Flight:
     jobs: tuple[str, ...]
     candidate: Candidate
     expected_s: float  # how long it should run
+    begins_s: float = 0.0  # when it began, or should
     ends_s: float = 0.0
     stop: int = 0  # the step before which its first row's chunk ends
     yielding: bool = False

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -30,9 +28,18 @@ from common.keys import Keys
 from common.settings import Settings, from_command_line
 from common.stage import DECODE, DENOISE, ENCODE, STAGES
 from services.pool import redis_server
+from services.pool.arena_dir import arena_dir
 from services.pool.child import Child
+from services.pool.gateway import address, answers
 from services.pool.state_dir import Address, StateDir
-from services.pool.supervisor import COORDINATOR, REDIS, PoolError, Supervisor, orphan_signal
+from services.pool.supervisor import (
+    COORDINATOR,
+    GATEWAY,
+    REDIS,
+    PoolError,
+    Supervisor,
+    orphan_signal,
+)
 
 if TYPE_CHECKING:
     from common.client import Client
@@ -41,13 +48,13 @@ __all__ = ["LocalPool", "PoolError", "Process"]
 
 log = logging.getLogger("slackwater.pool")
 
-SHM = Path("/dev/shm")
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {
     ENCODE: "encoder_svc",
     DENOISE: "denoise_svc",
     DECODE: "decoder_svc",
     COORDINATOR: "services.coordinator",
+    GATEWAY: "services.gateway",
 }
 # Loading a large model from a cold disk takes minutes; a broken one says so at once.
 START_S = 600.0
@@ -68,7 +75,8 @@ class LocalPool:
     """Redis (unless a URL is given), coordinators and workers, all on this machine.
 
     `state_dir` keeps Redis' data and the logs, so that what was queued goes on at the next
-    start; None stands for a temporary one. `port` is tried first for the pool's own Redis.
+    start; None stands for a temporary one. `port` is tried first for the pool's own Redis. `http`
+    starts a gateway too, at the settings' http_host and http_port.
     `start` waits until every worker has registered, `start_s` seconds at most; `stop` gives
     running chunks `stop_s` seconds. `say` hears one line for each thing worth knowing.
     """
@@ -82,6 +90,7 @@ class LocalPool:
         redis_url: str | None = None,
         *,
         coordinators: int = 1,
+        http: bool = False,
         state_dir: str | Path | None = None,
         port: int | None = None,
         start_s: float = START_S,
@@ -92,7 +101,7 @@ class LocalPool:
         for name, count in self._counts.items():
             if count < 0:
                 raise ValueError(f"{name}: {count} workers; 0 or more are possible")
-        self._coordinators = coordinators
+        self._coordinators, self._http = coordinators, http
         self._given_settings = settings or from_command_line("slackwater", [])
         self._given_url, self._port = redis_url, port
         self._temporary = state_dir is None
@@ -178,6 +187,11 @@ class LocalPool:
         return self.settings.redis_url
 
     @property
+    def http_url(self) -> str:
+        """Where the gateway is, "" without one."""
+        return address(self.settings) if self._http else ""
+
+    @property
     def keys(self) -> Keys:
         return Keys(self.settings.prefix)
 
@@ -193,7 +207,7 @@ class LocalPool:
 
     def processes(self) -> list[Process]:
         """All running children, Redis first."""
-        roles = (REDIS, COORDINATOR, *STAGES)
+        roles = (REDIS, COORDINATOR, *STAGES, GATEWAY)
         children = [child for role in roles for child in self._running().of(role)]
         return [Process(c.name, c.role, c.pid, c.log) for c in children if c.pid]
 
@@ -250,7 +264,7 @@ class LocalPool:
         given = self._given_settings
         changed = {}
         if given.arena_path == Settings.model_fields["arena_path"].get_default():
-            self._arena_dir, self._arena_lock = _arena_dir(
+            self._arena_dir, self._arena_lock = arena_dir(
                 None if self._temporary else self.state_dir
             )
             changed["arena_path"] = str(self._arena_dir / "arena")
@@ -273,13 +287,21 @@ class LocalPool:
             env = environment
             if role in STAGES:
                 env = {**environment, "SLACKWATER_DEVICE": _device(settings.device, index)}
+            if role == GATEWAY:
+                env = {**environment, "SLACKWATER_HTTP_KEYS": settings.http_keys}
             log_file = self.log_dir / f"{name}.log"
             return Child(name, command, env, log_file, role=role, orphan_signal=orphan_signal(role))
 
-        counts = {REDIS: 1 if server else 0, COORDINATOR: self._coordinators, **self._counts}
+        counts = {
+            REDIS: 1 if server else 0,
+            COORDINATOR: self._coordinators,
+            **self._counts,
+            GATEWAY: int(self._http),
+        }
         self._supervisor = Supervisor(
-            make, settings.redis_url, self.keys, settings.host, counts, self._stop_s, self._say
-        )
+            make, settings.redis_url, self.keys, settings.host, counts, self._stop_s, self._say,
+            answers=lambda child: answers(settings, child.pid),
+        )  # fmt: skip
 
     @property
     def log_dir(self) -> Path:
@@ -320,6 +342,7 @@ def _device(devices: str, index: int) -> str:
 def _environment(settings: Settings) -> dict[str, str]:
     """This process' environment with every setting in it, and one thread that sleeps."""
     values = {f"SLACKWATER_{k.upper()}": str(v) for k, v in settings.model_dump().items()}
+    values["SLACKWATER_HTTP_KEYS"] = ""  # the gateway's alone
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {
         **os.environ,
@@ -330,45 +353,3 @@ def _environment(settings: Settings) -> dict[str, str]:
         "MKL_NUM_THREADS": str(settings.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-
-
-def _arena_dir(state_dir: Path | None) -> tuple[Path, int]:
-    """Where on tmpfs this pool's states lie, locked: fixed for a state directory, else new.
-
-    A pool that was killed leaves its directory: a fixed one is used again, since its states
-    are still named in Redis; of the others those that nobody has locked are removed here.
-    """
-    shm = SHM if os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
-    root = shm / f"slackwater-{os.getuid()}"
-    root.mkdir(exist_ok=True, mode=0o700)
-    for old in root.glob("pool-*"):
-        lock = _try_lock(old)
-        if lock is not None:
-            shutil.rmtree(old, ignore_errors=True)
-            os.close(lock)
-    if state_dir is not None:
-        name = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:12]
-        folder = root / f"state-{name}"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = _try_lock(folder)
-        if lock is not None:
-            return folder, lock
-        # Held by a container that shares our /dev/shm and has the same path inside.
-    folder = Path(tempfile.mkdtemp(prefix="pool-", dir=root))
-    lock = _try_lock(folder)
-    assert lock is not None
-    return folder, lock
-
-
-def _try_lock(folder: Path) -> int | None:
-    """Lock a directory for as long as this process lives; None if another one has it."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock

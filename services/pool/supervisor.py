@@ -26,15 +26,19 @@ from redis.retry import Retry
 from common.keys import Keys
 from common.stage import STAGES
 from services.pool.child import Child
+from services.pool.hung import HungChildren
 from services.pool.redis_server import FLOOR, parse_version
+from services.pool.rolling import Rolling
 
 log = logging.getLogger("slackwater.pool")
 
-COORDINATOR, REDIS = "coordinator", "redis"
+COORDINATOR, REDIS, GATEWAY = "coordinator", "redis", "gateway"
 DOWN = "down"  # the field "{host}/down" asks the launcher to stop
+RESTART = "restart"  # "{host}/restart" asks it to replace children one by one
 LEASE_MS = 5000
 LOOK_S = 0.5
 LOOK_UNSETTLED_S = 0.05
+READ_S = 5.0  # how often the workers' records are read while nothing changes
 REDIS_START_S = 30.0
 MOST_WORKERS = 256  # of one stage on one host; a mistyped number must not take the machine down
 
@@ -65,11 +69,13 @@ class Supervisor(threading.Thread):
         counts: dict[str, int],
         stop_s: float,
         say: Callable[[str], None],
+        answers: Callable[[Child], bool] = lambda _: True,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.make, self.url, self.keys, self.host = make, redis_url, keys, host
         self.wanted = dict(counts)
         self.stop_s, self.say = stop_s, say
+        self.answers = answers  # whether a gateway does
         self.children: list[Child] = []
         self.settled = threading.Event()
         self.over = threading.Event()
@@ -83,6 +89,8 @@ class Supervisor(threading.Thread):
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._wishes = self._wishes_read = 0
+        self._hung, self._read_at = HungChildren(), 0.0
+        self._rolling = Rolling(self._succeed, self.of, say)
 
     # -- asked by other threads ----------------------------------------------------------
 
@@ -167,7 +175,7 @@ class Supervisor(threading.Thread):
         self._beat()
         fields = {f"{self.host}/{s}": self.wanted.get(s, 0) for s in STAGES}
         self._redis.hset(self.keys.pool, mapping=fields)  # type: ignore[arg-type]
-        self._redis.hdel(self.keys.pool, f"{self.host}/{DOWN}")
+        self._redis.hdel(self.keys.pool, f"{self.host}/{DOWN}", f"{self.host}/{RESTART}")
 
     def _beat(self) -> None:
         record = {
@@ -188,7 +196,7 @@ class Supervisor(threading.Thread):
         for child in list(self.children):
             self._check_first_days(child)
             how = child.died()
-            if how:
+            if how or (child.leaving and not child.pid):
                 self._note_end(child, how)
             elif child.process is None and not child.leaving and now >= child.restart_at:
                 child.start()
@@ -197,10 +205,13 @@ class Supervisor(threading.Thread):
             try:
                 self._beat()
                 self._read_wanted()
-                if not all(child.ready for child in self.children):
+                self._answer_restart()
+                if now >= self._read_at or not all(child.ready for child in self.children):
+                    self._read_at = now + READ_S
                     self._read_ready()
             except (RedisError, OSError) as error:
                 log.debug("Redis is away: %s", error)
+        self._rolling.tend(self.children)
         for stage in STAGES:
             self._match(stage)
         self._note_settled()
@@ -240,33 +251,57 @@ class Supervisor(threading.Thread):
 
     def _read_wanted(self) -> None:
         wishes = self._wishes
-        fields = [f"{self.host}/{name}" for name in (*STAGES, DOWN)]
+        fields = [f"{self.host}/{name}" for name in (*STAGES, RESTART, DOWN)]
         values: list[bytes | None] = self._redis.hmget(self.keys.pool, fields)  # type: ignore[assignment]
-        for stage, value in zip(STAGES, values[:-1], strict=True):
+        for stage, value in zip(STAGES, values[:-2], strict=True):
             if value is not None and value.isdigit():
                 self.wanted[stage] = min(MOST_WORKERS, int(value))
         self._wishes_read = wishes
+        if values[-2] is not None:
+            self._rolling.ask(values[-2].decode())
         if values[-1] is not None:
             self.down_asked.set()
 
+    def _answer_restart(self) -> None:
+        answer, field = self._rolling.answer, f"{self.host}/{RESTART}"
+        if answer is None:
+            return
+        if answer:
+            self._redis.hset(self.keys.pool, field, answer)
+        else:
+            self._redis.hdel(self.keys.pool, field)
+        self._rolling.done()
+
     def _read_ready(self) -> None:
-        """A worker is ready once it has registered, a coordinator once one leads."""
+        """A worker is ready once it has registered, a coordinator once one leads, a gateway once
+        it answers."""
         names = self._names()
         pipe = self._redis.pipeline(transaction=False)
         pipe.exists(self.keys.leader)
         for name in names:
-            pipe.hmget(self.keys.worker(name), "host", "pid")
+            pipe.hmget(self.keys.worker(name), "host", "pid", "hung")
         leading, *found = pipe.execute()
-        pids = {int(pid) for host, pid in found if host and host.decode() == self.host and pid}
+        ours = [(int(pid), hung) for host, pid, hung in found if host == self.host.encode() and pid]
+        pids = {pid for pid, _ in ours}
+        self._end_hung([pid for pid, hung in ours if hung])
         for child in self.children:
             if child.role == REDIS:
                 child.ready = child.process is not None
             elif child.role == COORDINATOR:
                 child.ready = bool(leading) and child.process is not None
+            elif child.role == GATEWAY:
+                child.ready = child.ready or (child.process is not None and self.answers(child))
             else:
                 child.ready = child.pid in pids
             if child.ready:
                 child.said = False
+
+    def _end_hung(self, hung: list[int]) -> None:
+        overdue = self._hung.overdue(hung, time.monotonic())
+        for child in self.children:
+            if child.process is not None and child.pid in overdue:
+                self.say(f"{child.name} (pid {child.pid}) hangs and is killed")
+                child.process.kill()
 
     def _names(self) -> list[str]:
         members: set[bytes] = self._redis.smembers(self.keys.workers)  # type: ignore[assignment]
@@ -274,7 +309,7 @@ class Supervisor(threading.Thread):
 
     def _match(self, stage: str) -> None:
         """As many children of `stage` as wanted; the youngest leaves first."""
-        here, wanted = self.of(stage), self.wanted[stage]
+        here, wanted = self.of(stage), self.wanted[stage] + self._rolling.surplus(stage)
         if len(here) != wanted:
             self.settled.clear()
             if self._was_up:
@@ -284,15 +319,24 @@ class Supervisor(threading.Thread):
         for child in here[wanted:]:
             child.ask_to_stop()
 
-    def _add(self, role: str) -> None:
+    def _add(self, role: str, like: Child | None = None) -> Child:
         used = {child.name for child in self.children}
         child = next(c for i in range(1, 10_000) if (c := self.make(role, i)).name not in used)
+        if like is not None:
+            child.environment = like.environment  # its device above all
         child.start()
         with self._lock:
             self.children.append(child)
+        return child
+
+    def _succeed(self, old: Child) -> Child:
+        self.settled.clear()
+        return self._add(old.role, like=old)
 
     def _note_settled(self) -> None:
-        if self.settled.is_set() or not all(c.ready and not c.leaving for c in self.children):
+        if self.settled.is_set() or self._rolling.under_way:
+            return
+        if not all(child.ready and not child.leaving for child in self.children):
             return
         with self._lock:
             if self._wishes_read == self._wishes:
@@ -302,9 +346,10 @@ class Supervisor(threading.Thread):
     # -- the end -------------------------------------------------------------------------
 
     def _bring_down(self) -> None:
-        """Workers drain first, then the coordinator, then Redis: each still needs the next."""
+        """No more requests, then workers drain, then the coordinator, then Redis: each still needs
+        the next."""
         until = time.monotonic() + self.stop_s
-        for roles in (set(STAGES), {COORDINATOR}):
+        for roles in ({GATEWAY}, set(STAGES), {COORDINATOR}):
             leaving = [child for child in self.children if child.role in roles]
             for child in leaving:
                 child.ask_to_stop()
@@ -313,7 +358,7 @@ class Supervisor(threading.Thread):
                 if not child.wait(patience):
                     self.say(f"{child.name} did not stop in time and was killed")
         try:
-            names = [f"{self.host}/{name}" for name in (*STAGES, DOWN)]
+            names = [f"{self.host}/{name}" for name in (*STAGES, RESTART, DOWN)]
             self._redis.hdel(self.keys.pool, *names)
             if self._redis.hget(self.keys.launcher(self.host), "token") == self._token.encode():
                 self._redis.delete(self.keys.launcher(self.host))

@@ -1,0 +1,86 @@
+"""Jobs that failed again and again: which, why, and the same once more.
+
+slackwater dead list | show ID | retry ID…
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from services.cli import terminal
+from services.cli.dead_letters import Letter, push_again, read_letters
+from services.cli.terminal import Exit, fail, print_json, seconds
+
+if TYPE_CHECKING:
+    from common.client import Client
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="list|show|retry", required=True)
+    listing = actions.add_parser("list", help="all of them, oldest first")
+    show = actions.add_parser("show", help="one, with its parameters and the last traceback")
+    retry = actions.add_parser("retry", help="push the same parameters again, under a new id")
+    show.add_argument("id", metavar="ID")
+    retry.add_argument("ids", nargs="+", metavar="ID")
+    for part in (listing, show, retry):
+        terminal.add_json(part)
+        terminal.add_connection(part)
+
+
+def run(args: argparse.Namespace) -> int:
+    with terminal.client_of(args) as client:
+        letters = read_letters(client)
+        if args.action == "show":
+            return _show(letters, args.id, args.json)
+        if args.action == "retry":
+            return _retry(client, letters, args.ids, args.json)
+        return _list(letters, args.json)
+
+
+def _list(letters: dict[str, Letter], as_json: bool) -> int:
+    if as_json:
+        print_json([letter.to_json() for letter in letters.values()])
+        return Exit.OK
+    if not letters:
+        print("no dead letters")
+    now = time.time()
+    for letter in letters.values():
+        age = seconds(max(0.0, now - letter.at_s))
+        print(f"{letter.job}  {age} ago  {letter.error_code}  {letter.error}")
+    return Exit.OK
+
+
+def _show(letters: dict[str, Letter], id: str, as_json: bool) -> int:
+    letter = letters.get(id)
+    if letter is None:
+        fail(f"no dead letter of {id!r}; `slackwater dead list` shows those there are")
+        return Exit.UNKNOWN
+    if as_json:
+        print_json(letter.to_json())
+        return Exit.OK
+    print(f"{letter.job} failed at {letter.place}, {letter.attempts} attempts")
+    print(f"  {letter.error_code}: {letter.error}")
+    for name, value in letter.push().items():
+        print(f"  {name} {value}")
+    if letter.trace:
+        print("the last traceback:")
+        print(letter.trace)
+    return Exit.OK
+
+
+def _retry(client: Client, letters: dict[str, Letter], ids: list[str], as_json: bool) -> int:
+    worst = Exit.OK
+    for id in dict.fromkeys(ids):
+        letter = letters.get(id)
+        if letter is None:
+            fail(f"no dead letter of {id!r}; `slackwater dead list` shows those there are")
+            worst = Exit.UNKNOWN
+            continue
+        new = push_again(client, letter)
+        if as_json:
+            print_json({"id": id, "retry": new})
+        else:
+            print(f"{id} was pushed again as {new}")
+    return worst

@@ -1,0 +1,137 @@
+"""From what the policy decides to what is to be done about it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from common.job import ErrorCode, JobStatus
+from common.stage import DENOISE
+from services.coordinator import events as ev
+from services.coordinator.standing import standings
+from services.coordinator.state import Flight, Job
+from services.policies.base import Degrade, Doomed, Preempt, Recall, Run, cost_s
+
+if TYPE_CHECKING:
+    from services.coordinator.core import Core, Effects
+
+# A policy that names ended jobs again and again must not keep the core for ever.
+MOST_PLANS = 8
+
+
+def decide(core: Core, now: float) -> Effects:
+    """Everything that can be done now."""
+    effects: Effects = []
+    for _ in range(MOST_PLANS):
+        if not _plan(core, effects, now):
+            break
+    if now - core.refreshed_s >= core.refresh_s and core.jobs:
+        core.refreshed_s = now
+        effects.append(ev.Refresh(standings(core, now)))
+    return effects
+
+
+def _plan(core: Core, effects: Effects, now: float) -> bool:
+    """Carry out one plan; True if another may find more to do: a rank got nothing because its
+    job was dropped in this very plan, or a denoiser took jobs that kept others from being
+    encoded ahead."""
+    again = False
+    flights = core.board.flights
+    for decision in core.policy.plan(core.view, now):
+        match decision:
+            case Run(rank=name):
+                dispatched = _run(core, decision, now)
+                frees = core.policy.to_encode and core.board.ranks[name].stage == DENOISE
+                again = again or not dispatched or bool(frees)
+                effects += dispatched
+            case Preempt(seq=seq):
+                flight = flights[seq]
+                core.board.ask_yield(flight, now)
+                effects.append(ev.Yield(seq, flight.members))
+            case Recall(seq=seq):
+                flight = flights[seq]
+                if not flight.voiding:
+                    flight.voiding = True
+                    effects.append(ev.Void(seq, flight.members, flight.jobs, forced=False))
+            case Degrade(job=name, steps=steps):
+                effects += degrade(core, core.jobs[name], steps)
+            case Doomed(job=name):
+                effects += _doomed(core, core.jobs[name], now)
+                again = again or not core.jobs[name].doomed
+    return again
+
+
+def _run(core: Core, decision: Run, now: float) -> Effects:
+    rank = core.board.ranks[decision.rank]
+    # A job found doomed in this very plan may have been dropped a line before.
+    rows = [(name, stop) for name, stop in decision.rows if not core.jobs[name].ending]
+    if not rows:
+        return []
+    jobs = [core.jobs[name] for name, _ in rows]
+    # One that was degraded a line before has fewer steps than the policy may have thought.
+    stops = [min(stop, job.steps) for (_, stop), job in zip(rows, jobs, strict=True)]
+    candidates = [core.policy.waiting(name) for name, _ in rows]
+    expected_s = sum(cost_s(c, stop) for c, stop in zip(candidates, stops, strict=True))
+    core.seq += 1
+    for job in jobs:
+        core.policy.remove(job.spec.id)
+        job.seq = core.seq
+    flight = Flight(
+        seq=core.seq,
+        stage=rank.stage,
+        members=(rank.name,),
+        jobs=tuple(job.spec.id for job in jobs),
+        candidate=candidates[0],
+        stop=stops[0],
+        expected_s=expected_s,
+        begins_s=rank.free_at(now),
+        ends_s=rank.free_at(now) + expected_s,
+        silent={rank.name},
+    )
+    core.board.launch(flight)
+    return [
+        ev.Dispatch(
+            seq=flight.seq,
+            stage=flight.stage,
+            model=jobs[0].spec.model,
+            members=flight.members,
+            rows=tuple(job.row(stop) for job, stop in zip(jobs, stops, strict=True)),
+            expected_s=expected_s,
+            slacks_s=tuple(candidate.slack_s(now) for candidate in candidates),
+        )
+    ]
+
+
+def _doomed(core: Core, job: Job, now: float) -> Effects:
+    """It can no longer make its deadline as it is: `on_late` says what becomes of it."""
+    if job.ending:
+        return []
+    steps = steps_in_time(core, job, now)
+    if steps is not None:
+        return degrade(core, job, steps)
+    job.doomed = True
+    if job.spec.on_late != "drop":
+        return []
+    what = "it could no longer make its deadline, and on_late is drop"
+    return core.end(job, JobStatus.EXPIRED, now, ErrorCode.DEADLINE_MISSED, what)
+
+
+def steps_in_time(core: Core, job: Job, now: float) -> int | None:
+    """How many steps a job that may be degraded could still do in time, if it ran at once;
+    None where it may not be, or not by so much."""
+    candidate = job.candidate(core.costs)
+    if not candidate.fewest or candidate.step_s <= 0:
+        return None
+    rest_s = candidate.remaining_s - candidate.steps * candidate.step_s
+    steps = int((candidate.deadline_s - now - rest_s) / candidate.step_s)
+    return steps if candidate.fewest <= steps < candidate.steps else None
+
+
+def degrade(core: Core, job: Job, steps: int) -> Effects:
+    """Have a job that has done no step yet do `steps` in all."""
+    note = f"num_inference_steps: {steps} instead of {job.steps}, since on_late is degrade"
+    params = {**job.spec.params, "num_inference_steps": steps}
+    job.respecify(dataclasses.replace(job.spec, params=params, notes=(*job.spec.notes, note)))
+    core.policy.remove(job.spec.id)
+    core.ready(job)
+    return [ev.Shorten(job.spec, steps)]

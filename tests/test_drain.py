@@ -1,0 +1,211 @@
+"""`slackwater drain` and `slackwater restart`: workers come and go, and jobs notice nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.keys import Keys
+from common.settings import Settings
+from common.stage import DECODE, DENOISE, ENCODE, STAGES
+from services.cli.main import main
+from services.cli.terminal import Exit
+from services.pool.child import Child
+from services.pool.local import LocalPool
+from services.pool.rolling import Rolling
+from tests.processes import Processes, processes, until
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def sw(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command; its exit code and what it printed."""
+
+    def run(*words: str) -> tuple[int, str]:
+        code = main(list(words))
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+# -- drain -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(redis_server: str, redis_client: Any, keys: Keys, arena_path: str) -> Iterator[Processes]:
+    with processes(redis_server, redis_client, keys, arena_path) as made:
+        yield made
+
+
+def test_a_drained_worker_hands_its_job_to_another(pool: Processes, sw: Run) -> None:
+    """At its next step, without an attempt; what was done stays done."""
+    pool.settings.update(chunk_ms=10**6)
+    flags = ("--redis", pool.settings["redis_url"], "--prefix", pool.keys.prefix)
+    _, (first,) = pool.pool()
+    pool.push("a", steps=60)
+    pool.wait_for_event("a", "step")
+    name = pool.record("a")["worker"]
+    pool.worker("denoise")
+    pool.wait_for_workers(4)
+    code, said = sw("drain", name, *flags)
+    assert (code, said) == (Exit.OK, f"{name} has left\n")
+    first.join(20)
+    assert first.exitcode == 0
+    pool.check("a", steps=60)
+    assert pool.record("a")["attempts"] == "0"
+    assert pool.record("a")["worker"] != name
+    code, said = sw("drain", name, *flags)
+    assert code == Exit.UNKNOWN
+    assert "there are" in said
+    pool.drained()
+
+
+def test_draining_without_waiting_only_asks(pool: Processes, sw: Run) -> None:
+    """And twice is once."""
+    pool.pool()
+    name = next(n for n in pool.client.smembers(pool.keys.workers) if b"encode" in n).decode()
+    flags = ("--redis", pool.settings["redis_url"], "--prefix", pool.keys.prefix, "--wait", "0")
+    code, said = sw("drain", name, *flags, "--json")
+    assert code == Exit.OK
+    assert json.loads(said)["worker"] == name
+    pool.wait_for_workers(2)
+
+
+# -- restart -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local() -> Iterator[LocalPool]:
+    settings = Settings(noop="encode_ms=1,step_ms=10,decode_ms=1")
+    with LocalPool(denoisers=2, settings=settings) as running:
+        yield running
+
+
+class Census(threading.Thread):
+    """Counts, all the while, the workers of each stage that may be given tasks."""
+
+    def __init__(self, pool: LocalPool) -> None:
+        super().__init__(daemon=True)
+        self.pool, self.fewest = pool, dict.fromkeys(STAGES, 99)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        with self.pool.client() as client:
+            while not self.over.wait(0.01):
+                workers = [w for w in client.workers() if not w.draining]
+                for stage in STAGES:
+                    count = sum(w.stage == stage for w in workers)
+                    self.fewest[stage] = min(self.fewest[stage], count)
+
+
+def test_a_rolling_restart_under_load_fails_no_job(local: LocalPool, sw: Run) -> None:
+    """Every process is another one afterwards, and there was never one fewer than wanted."""
+    before = {p.pid for p in local.processes() if p.role != "redis"}
+    census = Census(local)
+    with local.client() as client:
+        jobs = client.submit_many({"prompt": f"r{i}", "num_inference_steps": 30} for i in range(40))
+        census.start()
+        code, said = sw("restart", "--redis", local.redis_url, "--wait", "90")
+        census.over.set()
+        census.join()
+        assert (code, "replaced one by one" in said) == (Exit.OK, True), said
+        jobs += client.submit_many({"prompt": f"s{i}", "num_inference_steps": 5} for i in range(5))
+        assert {job.wait(60).status for job in jobs} == {"succeeded"}
+        assert {job.status().attempts for job in jobs} == {0}
+    local.wait_settled(30)
+    after = {p.pid for p in local.processes() if p.role != "redis"}
+    assert len(after) == len(before)
+    assert not after & before
+    assert census.fewest == {ENCODE: 1, DENOISE: 2, DECODE: 1}
+
+
+def test_one_stage_alone_can_be_restarted(local: LocalPool, sw: Run) -> None:
+    denoisers, encoders = local.workers(DENOISE), local.workers(ENCODE)
+    code, said = sw("restart", DENOISE, "--redis", local.redis_url, "--json")
+    assert code == Exit.OK
+    assert json.loads(said)["done"]
+    local.wait_settled(30)
+    assert not set(local.workers(DENOISE)) & set(denoisers)
+    assert local.workers(ENCODE) == encoders
+    assert len(local.workers(DENOISE)) == 2
+    code, said = sw("restart", "redis", "--redis", local.redis_url)
+    assert (code, "'redis' cannot be restarted" in said) == (Exit.USAGE, True)
+
+
+def test_a_restart_that_fails_leaves_the_pool_as_it_was(local: LocalPool, sw: Run) -> None:
+    """Where the new version of something does not come up, the old one goes on serving."""
+    supervisor, before = local._supervisor, local.workers(DENOISE)
+    assert supervisor is not None
+    make = supervisor.make
+
+    def broken(role: str, index: int) -> Child:
+        child = make(role, index)
+        child.command = ["python3", "-c", "raise SystemExit(1)"]
+        return child
+
+    supervisor.make = broken
+    code, said = sw("restart", DENOISE, "--redis", local.redis_url)
+    assert code == Exit.FAILED
+    assert "did not become ready" in said
+    local.wait_settled(30)
+    assert local.workers(DENOISE) == before
+    with local.client() as client:
+        assert client.submit("x", num_inference_steps=2).wait(30).status == "succeeded"
+
+
+def test_a_launcher_replaces_a_worker_that_was_drained(local: LocalPool, sw: Run) -> None:
+    with local.client() as client:
+        [name] = [w.name for w in client.workers() if w.stage == DECODE]
+        code, _ = sw("drain", name, "--redis", local.redis_url)
+        assert code == Exit.OK
+        until(
+            lambda: [w for w in client.workers() if w.stage == DECODE and w.name != name],
+            "its successor",
+        )
+
+
+def test_a_restart_ends_where_a_successor_does_not_come_up(tmp_path: Path) -> None:
+    """What has not been replaced goes on, and why is said."""
+
+    def child(name: str, code: str) -> Child:
+        made = Child(name, ["python3", "-c", code], {}, tmp_path / f"{name}.log", role=DENOISE)
+        made.start()
+        return made
+
+    old = [child(f"old-{i}", "import time; time.sleep(60)") for i in range(2)]
+    children, said = list(old), list[str]()
+
+    def succeed(_: Child) -> Child:
+        children.append(child("new", "raise SystemExit('no such device')"))
+        return children[-1]
+
+    rolling = Rolling(succeed, lambda role: [c for c in children if not c.leaving], said.append)
+    rolling.ask(f"token {DENOISE}")
+    try:
+        for _ in range(500):
+            rolling.tend(children)
+            if not rolling.under_way:
+                break
+            if children[-1].died():
+                children[-1].bury()
+            time.sleep(0.01)  # a process ends by itself
+        assert rolling.answer is not None
+        assert rolling.answer.startswith("failed: the successor of old-0 did not become ready")
+        assert not any(c.leaving for c in old)
+        assert not any(c.died() for c in old)
+        assert "new.log" in said[-1]
+        rolling.done()
+        rolling.ask(rolling.answer or "failed: x")  # what it wrote is no new request
+        assert not rolling.under_way
+    finally:
+        for c in children:
+            c.ask_to_stop()
+            c.wait(time.monotonic() + 5)
