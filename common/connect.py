@@ -30,11 +30,11 @@ def blocking(url: str) -> redis.Redis:
     )
 
 
-def writing(url: str) -> redis.Redis:
+def writing(url: str, timeout_s: float = WRITE_TIMEOUT_S) -> redis.Redis:
     """For scripts and plain commands."""
     return redis.Redis.from_url(
         url,
-        socket_timeout=WRITE_TIMEOUT_S,
+        socket_timeout=timeout_s,
         socket_connect_timeout=5.0,
         retry=Retry(NoBackoff(), 0),
         protocol=2,

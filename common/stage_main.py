@@ -47,6 +47,7 @@ def serve(kind: str, settings: Settings) -> None:
         lease_s=settings.worker_lease_s,
         counts=lambda: {**store.counts, **stage.counts()},
         sweep=lambda: _sweep(redis, keys, store),
+        connect_pulse=lambda: writing(settings.redis_url, settings.worker_lease_s / 3),
     )
     health.announce(kind, worker.who.name)
     worker.drain_on_sigterm()

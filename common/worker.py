@@ -85,14 +85,15 @@ class Worker:
         stager: Executor | None = None,
         counts: Callable[[], Mapping[str, int]] = dict,
         sweep: Callable[[], int] = int,
+        connect_pulse: Callable[[], Any] | None = None,
     ) -> None:
-        """`stager` reads states and frees handles beside the running task: one thread if None.
-
-        `counts` are published with every heartbeat; `sweep` frees what dead processes left in
-        the host's arena and is called once a minute.
+        """`connect_pulse` makes the heartbeats' own connection: one that gives up in time to renew
+        the lease by another. `stager` reads states and frees handles beside the running task: one
+        thread if None. `counts` are published with every heartbeat; `sweep` frees what dead
+        processes left in the host's arena and is called once a minute.
         """
         self.who, self.stage, self.keys, self.lease_s = who, stage, keys, lease_s
-        self._connect = connect
+        self._connect_pulse = connect_pulse or connect
         self._redis = connect()
         self._scripts = Scripts(self._redis)
         self._pulse_redis: Any = None
@@ -319,7 +320,7 @@ class Worker:
                 outage.failed(error, forever)
 
     def _beat(self) -> None:
-        self._pulse_redis = self._pulse_redis or self._connect()
+        self._pulse_redis = self._pulse_redis or self._connect_pulse()
         Scripts(self._pulse_redis).one(self._registration())
         if time.monotonic() - self._swept >= SWEEP_S:
             self._swept = time.monotonic()

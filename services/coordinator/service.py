@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,7 +69,8 @@ class Coordinator:
         self._make_core = make_core
         self.core = make_core()
         self.steering = Steering(redis, keys, self.core.policy.name)
-        self._quiet_until = 0.0  # nobody is declared dead before
+        self._answered_s = -math.inf  # when Redis last answered
+        self._well_since = 0.0  # it has answered ever since: so it has to workers, if they live
         self._looked = 0.0
         self._saved = 0.0
 
@@ -82,7 +84,10 @@ class Coordinator:
         nonce = Leadership.new_nonce(self.transitions.nonce)
         self.transitions = dataclasses.replace(self.transitions, nonce=nonce)
         self.leadership.transitions = self.transitions
-        if not self.leadership.take(self.clock()):
+        now = self.clock()
+        leads = self.leadership.take(now)
+        self._answered(now)
+        if not leads:
             return False
         self.rebuild()
         return True
@@ -102,16 +107,22 @@ class Coordinator:
         # By seq: a worker runs its tasks in the order of their dispatch.
         for recovered in sorted(read_active(self.redis, self.keys), key=lambda r: r.seq):
             effects += core.handle(recovered, now)
-        self._quiet_until = now + self.worker_lease_s
         self.steering.begin()
         log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.board.workers))
         self._carry_out(effects)
+
+    def _answered(self, now: float) -> None:
+        """Redis answered. Who has been silent for a lease is dead only if Redis was there for all
+        of it; a long gap means that it, or this process, may not have been."""
+        if now - self._answered_s > self.worker_lease_s / 2:
+            self._well_since = now
+        self._answered_s = now
 
     # -- the loop ------------------------------------------------------------------------
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Lead whenever possible until told to stop; survives Redis going away."""
-        leading, pause = False, 0.1
+        leading, pause, away = False, 0.1, False
         block_ms = min(BLOCK_MS, int(1000 * self.leadership.lease_s / 3))
         while not should_stop():
             try:
@@ -121,16 +132,19 @@ class Coordinator:
                         self._sleep(self.leadership.lease_s / 6)
                         continue
                 self.step(block_ms)
-                pause = 0.1
+                if away:
+                    log.warning("Redis is back")
+                pause, away = 0.1, False
             except (Fenced, OutOfStep) as error:
                 log.warning("%s; starting over from the records", error)
                 leading = False
             except (RedisError, OSError) as error:
                 if isinstance(error, ResponseError):
                     log.exception("Redis refused; starting over in %.1f s", pause)
-                else:
-                    log.warning("Redis is away (%s); trying again in %.1f s", error, pause)
-                leading = False
+                elif not away:  # once, not at every try
+                    log.warning("Redis is away (%s); trying again", error)
+                    away = True
+                leading, self._answered_s = False, -math.inf
                 self._sleep(pause)
                 pause = min(1.0, pause * 2)
         if leading:
@@ -142,6 +156,7 @@ class Coordinator:
         """Read what came, act on it, decide. True if there was anything."""
         now = self.clock()
         self.leadership.keep(now)
+        self._answered(now)
         if now - self._looked >= LIVENESS_S:
             self._look_for_the_dead(now)
             self._steer(now)
@@ -246,7 +261,7 @@ class Coordinator:
             known = self.core.board.workers.get(name)
             if worker is not None and worker != known:
                 effects += self.core.handle(ev.Joined(worker), now)
-            elif worker is None and now >= self._quiet_until:
+            elif worker is None and now >= self._well_since + self.worker_lease_s:
                 log.warning("worker %s is gone: its lease ran out", name)
                 effects += self.core.handle(ev.Left(name, lost=True), now)
         for name in set(self.core.board.workers) - set(names):

@@ -75,7 +75,8 @@ def choose_port(preferred: int | None = None) -> int:
 
 
 def command(program: str, port: int, folder: Path) -> list[str]:
-    """What to execute. A killed server loses nothing, a lost host up to about two seconds."""
+    """What to execute. A killed server loses nothing unless its disk lagged; a lost host loses
+    about two seconds."""
     return [
         program, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder),
         "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
