@@ -75,24 +75,24 @@ class Pool:
     def __init__(self, pool: LocalPool) -> None:
         self.name = pool.settings.policy
         self._keys = pool.keys
-        self._client = pool.client()
+        self.client = pool.client()
         self._redis: Any = writing(pool.redis_url)
         self.clock = redis_clock(self._redis)
-        [manifest] = self._client.models().values()
+        [manifest] = self.client.models().values()
         self._known = {*manifest["parameters"], "seed"}  # a no-op model has no guidance
 
     def push(self, job: str, params: Mapping[str, Any], deadline_s: float) -> None:
         known = {name: value for name, value in params.items() if name in self._known}
-        self._client.submit(id=job, deadline_ms=1000 * deadline_s, **known)
+        self.client.submit(id=job, deadline_ms=1000 * deadline_s, **known)
 
     def left(self) -> int:
         counts = (("SCARD", self._keys.active), ("XLEN", self._keys.jobs))
-        return sum(self._client.ask(Ask(counts)))
+        return sum(self.client.ask(Ask(counts)))
 
     def ran(self, jobs: Sequence[str]) -> dict[str, Ran]:
         found = {}
-        for job, record in zip(jobs, self._client.statuses(jobs), strict=True):
-            result = self._client.result(job)
+        for job, record in zip(jobs, self.client.statuses(jobs), strict=True):
+            result = self.client.result(job)
             assert record is not None
             assert result is not None
             found[job] = Ran(
@@ -121,10 +121,10 @@ class Pool:
 
     def events(self, job: str) -> list[JobEvent]:
         """Of a job that has ended: its latest 256."""
-        return list(self._client.events(job))
+        return list(self.client.events(job))
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
         self._redis.close()
 
 
