@@ -48,6 +48,9 @@ def stamped_worker(path: str) -> None:
         def should_stop(self) -> bool:
             return self._control.should_stop()
 
+        def has_left(self, job: str) -> bool:
+            return self._control.has_left(job)
+
         def progress(self, job: str, step: int) -> None:
             print("step_end", job, time.monotonic(), file=out)
             self._control.progress(job, step)

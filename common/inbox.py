@@ -92,6 +92,7 @@ class Inbox(threading.Thread):
         self._stopping = threading.Event()
         self._last = "0"
         self.yields: set[int] = set()
+        self.gone: set[tuple[int, str]] = set()  # rows of the running task whose job has ended
 
     def run(self) -> None:
         redis, outage = None, Outage("inbox")

@@ -134,6 +134,8 @@ class ReportRow:
     error_code: str = ""
     error: str = ""
     step_s: float = 0.0
+    rows: int = 0  # of the largest forward pass it shared with other jobs; 0: it ran alone
+    skipped: int = 0  # forward passes that a step cache has left out so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ def pack_report(report: Report) -> bytes:
             r.error_code,
             r.error,
             r.step_s,
+            r.rows,
+            r.skipped,
         ]
         for r in report.rows
     ]
@@ -184,8 +188,8 @@ def unpack_report(data: bytes) -> Report:
             raise MessageError(f"report of version {version}; this coordinator speaks {VERSION}")
         seq, worker, stage, wire, seconds, returned, draining = rest
         rows = tuple(
-            ReportRow(job, step, next_stage, handles, tuple(outputs), seconds, code, error, step_s)
-            for job, step, next_stage, handles, outputs, seconds, code, error, step_s in wire
+            ReportRow(job, step, next_stage, handles, tuple(outputs), *rest)
+            for job, step, next_stage, handles, outputs, *rest in wire
         )
     except MessageError:
         raise

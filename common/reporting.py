@@ -32,6 +32,8 @@ def rows_of(task: Task, outcomes: Sequence[Outcome]) -> list[ReportRow]:
             error_code=outcome.error_code,
             error=outcome.error[:ERROR_CHARS],
             step_s=outcome.step_s,
+            rows=outcome.rows,
+            skipped=outcome.skipped,
         )
         for row, outcome in zip(task.rows, outcomes, strict=True)
     ]

@@ -89,6 +89,10 @@ class Control(Protocol):
         """Say that `job` has completed `step` denoising steps; never blocks."""
         ...
 
+    def has_left(self, job: str) -> bool:
+        """True once `job` has ended, though the task goes on with those beside it."""
+        ...
+
 
 class Stage(Protocol):
     """One of encode, denoise, decode."""

@@ -66,6 +66,9 @@ class Chunk:
     def should_stop(self) -> bool:
         return self._seq in self._inbox.yields or self._draining.is_set()
 
+    def has_left(self, job: str) -> bool:
+        return (self._seq, job) in self._inbox.gone
+
     def progress(self, job: str, step: int) -> None:
         self._steps = {**self._steps, job: step}
         self._pulse.progress(self._seq, self._steps)
@@ -218,6 +221,7 @@ class Worker:
         self._pulse.end()
         self._settle(task, outcomes, replies[at])
         self._inbox.yields.discard(task.seq)
+        self._inbox.gone.clear()
         if following is not None and self._note_start(following, replies[at + 1]):
             return following
         return None
@@ -355,5 +359,10 @@ class Worker:
     def _tell(self, seq: int, steps: dict[str, int]) -> None:
         rows = [(job, step, self._steps_of.get(job, max(1, step))) for job, step in steps.items()]
         call = self._transitions.progress(seq, rows, self._clock())
-        if text(Scripts(self._pulse_redis).one(call)[0]) == "void" and self._pulse.runs(seq):
+        verdict, *flags = Scripts(self._pulse_redis).one(call)
+        if not self._pulse.runs(seq):
+            return
+        if text(verdict) == "void":
             self._inbox.yields.add(seq)  # it was taken away: no use in going on
+        gone = [job for (job, *_), counts in zip(rows, flags, strict=False) if counts == b"0"]
+        self._inbox.gone.update((seq, job) for job in gone)

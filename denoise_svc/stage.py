@@ -346,9 +346,8 @@ def _tell(
 
 
 def _leaves(control: Control, rows: list[Row]) -> Callable[[int], bool]:
-    """Whether the row at a place need not go on, where the control knows of canceled jobs."""
-    has_left: Callable[[str], bool] | None = getattr(control, "has_left", None)
-    return batch.never if has_left is None else lambda place: has_left(rows[place].job)
+    """Whether the row at a place need not go on: its job has ended."""
+    return lambda place: control.has_left(rows[place].job)
 
 
 def _check_finite(carried: dict[str, Any], step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from common.messages import Report, ReportRow
@@ -13,7 +14,7 @@ from services.coordinator.core import Core
 from services.coordinator.state import FINISH
 from services.costs.model import CostModel
 from services.policies import make_policy
-from services.policies.base import Policy, View
+from services.policies.base import Candidate, Decision, Policy, View
 from tests.fakes import MANIFESTS, raw_push
 
 NOW = 1000.0
@@ -124,3 +125,25 @@ class Mind:
 
 def kinds(effects: list[ev.Effect]) -> list[str]:
     return [type(effect).__name__ for effect in effects if not isinstance(effect, ev.Refresh)]
+
+
+class Stranger:
+    """A third party's policy that answers what a test wants it to."""
+
+    name = "stranger"
+
+    def __init__(self, answer: Callable[[View], Any]) -> None:
+        self.answer = answer
+        self.jobs: list[Candidate] = []
+
+    def add(self, candidate: Candidate) -> None:
+        self.jobs.append(candidate)
+
+    def remove(self, job: str) -> None:
+        self.jobs = [c for c in self.jobs if c.job != job]
+
+    def plan(self, view: View, now: float) -> list[Decision]:
+        return self.answer(view)  # type: ignore[no-any-return]
+
+    def order(self, now: float) -> Iterable[str]:
+        return [c.job for c in self.jobs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,31 +9,9 @@ import pytest
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.policies import POLICIES
-from services.policies.base import Candidate, Decision, Degrade, Doomed, Preempt, Recall, Run, View
+from services.policies.base import Decision, Degrade, Doomed, Preempt, Recall, Run, View
 from services.policies.contained import IDLE_S
-from tests.mind import Mind
-
-
-class Stranger:
-    """A third party's policy that answers what a test wants it to."""
-
-    name = "stranger"
-
-    def __init__(self, answer: Callable[[View], Any]) -> None:
-        self.answer = answer
-        self.jobs: list[Candidate] = []
-
-    def add(self, candidate: Candidate) -> None:
-        self.jobs.append(candidate)
-
-    def remove(self, job: str) -> None:
-        self.jobs = [c for c in self.jobs if c.job != job]
-
-    def plan(self, view: View, now: float) -> list[Decision]:
-        return self.answer(view)  # type: ignore[no-any-return]
-
-    def order(self, now: float) -> Iterable[str]:
-        return [c.job for c in self.jobs]
+from tests.mind import Mind, Stranger
 
 
 def boom(*_: Any) -> Any:

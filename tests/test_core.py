@@ -13,8 +13,9 @@ from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.coordinator.core import MAX_ATTEMPTS
 from services.coordinator.state import FINISH
+from services.policies.base import Decision, Recall, Run, View
 from tests.fakes import a_spec, raw_push
-from tests.mind import NOW, Mind, kinds
+from tests.mind import NOW, Mind, Stranger, kinds
 
 
 def test_a_jobs_way() -> None:
@@ -259,6 +260,28 @@ def test_a_recall_that_comes_too_late_changes_nothing() -> None:
     assert mind.core.board.flights[flight.seq].voiding is False
     mind.report(flight)
     assert mind.core.jobs["a"].stage == DENOISE
+
+
+def test_a_task_that_has_started_is_not_recalled_again_and_again() -> None:
+    """A worker begins its next task as it reports the last. Until that report is read the core
+    believes that the next one is queued; told that it has started, it asks no more."""
+
+    def answer(view: View) -> list[Decision]:
+        (rank,) = view.ranks
+        if rank.queued:
+            return [Recall(rank.queued.seq)]
+        return [Run(rank.name, ((c.job, 0),)) for c in policy.jobs[:1]]
+
+    policy = Stranger(answer)
+    mind = Mind(policy)
+    mind.join(ENCODE)
+    mind.push("a")
+    mind.push("b")
+    mind.tick()
+    mind.tick()
+    (recall,) = [e for e in mind.core.handle(ev.Tick(), mind.now) if isinstance(e, ev.Void)]
+    mind.core.handle(ev.Voided(recall.seq, "late", False), mind.now)
+    assert kinds(mind.core.handle(ev.Tick(), mind.now)) == []
 
 
 def test_an_output_that_expired_fails_the_job_in_words() -> None:

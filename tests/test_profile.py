@@ -68,7 +68,7 @@ def test_a_real_model_is_measured_and_a_pool_quotes_from_the_table(
 
     table = parse_profile((tmp_path / "tiny.json").read_bytes())
     assert set(table.fits) == set(STAGES)
-    assert table.fits[DENOISE].range == {"tokens": (4, 16), "n": (1, 4), "forwards": (1, 2)}
+    assert table.fits[DENOISE].range == {"tokens": (4, 16), "n": (1, 8), "forwards": (1, 2)}
     assert table.fits[ENCODE].prompt_tokens > 0
     held_out = [row for row in table.rows if row["held_out"]]
     assert {(row["width"], row["height"]) for row in held_out} == {(32, 48), (48, 64)}

@@ -306,7 +306,7 @@ def test_progress_counts_steps_of_the_running_task_only(table: Table) -> None:
     call = table.worker_t.progress(seq, [("a", 1, 4)], 1.0)
     assert table.run(call) == ["void"]  # it has not started
     table.start(seq, "d", [a], DENOISE)
-    assert table.run(call) == ["ok"]
+    assert table.run(call) == ["ok", "1"]
     assert table.record(a)["progress"] == "0.250"
     assert table.record(a)["step"] == "1"
     assert table.events(a)[-1] == "step"
@@ -588,7 +588,7 @@ def test_a_full_redis_lets_running_jobs_end(full: tuple[Table, Any], keys: Keys)
     seq, reply = table.dispatch([a], ["d"], DENOISE, 0, 4)
     assert reply == ["dispatched"]
     assert table.start(seq, "d", [a], DENOISE)[0] == "running"
-    assert table.run(table.worker_t.progress(seq, [("a", 1, 4)], 1.0)) == ["ok"]
+    assert table.run(table.worker_t.progress(seq, [("a", 1, 4)], 1.0)) == ["ok", "1"]
     assert table.run(table.t.yield_(seq, ["d"])) == ["asked"]
     assert table.report(seq, "d", [a], DECODE, step=4)[0] == "done"
     other, _ = table.dispatch([b], ["d"], DENOISE, 0, 4)

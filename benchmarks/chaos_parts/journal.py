@@ -54,6 +54,9 @@ class JournaledControl:
     def should_stop(self) -> bool:
         return self._control.should_stop()
 
+    def has_left(self, job: str) -> bool:
+        return self._control.has_left(job)
+
     def progress(self, job: str, step: int) -> None:
         self._journal.write("step", self._seq, job, step)
         self._control.progress(job, step)

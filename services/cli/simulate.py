@@ -47,6 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="hand a task over this long before its rank is free (default: when it is free)",
     )  # fmt: skip
     parser.add_argument("--jitter", type=float, default=0.01, help="of a task's speed (0.01)")
+    parser.add_argument(
+        "--batch", action="store_true",
+        help="jobs are not exact: those of a size share forward passes (slack only)",
+    )  # fmt: skip
     parser.add_argument("--slo-scale", type=float, default=3.0, help="deadline where none is given")
     parser.add_argument("--load", type=float, default=0.9, help="of a made-up trace")
     parser.add_argument("--count", type=int, default=1000, help="jobs of a made-up trace")
@@ -139,6 +143,7 @@ def _setting(args: argparse.Namespace, policy: str, costs: Calibration, timeline
         switch_s=args.switch_ms / 1000,
         seed=args.seed,
         timeline=timeline,
+        batch=args.batch,
     )
 
 

@@ -18,7 +18,7 @@ from common.params import InvalidRequest, PoolDefaults, accept, content_of, id_o
 from common.stage import DENOISE
 from services.coordinator.events import Pushed, Refuse, Submit
 from services.coordinator.state import Job
-from services.costs.model import CostModel, shape_of
+from services.costs.model import CostModel
 from services.policies.base import Candidate, Outlook, View, under_way_s
 from services.policies.contained import Contained
 
@@ -108,13 +108,13 @@ class Admission:
         return _later(spec, ErrorCode.QUEUE_FULL, what, wait_s)
 
     def _place(self, spec: JobSpec, manifest: Mapping[str, Any], queue: Queue) -> Submit | Refuse:
-        job = Job.of(spec, shape_of(spec.params, manifest))
+        job = Job.of(spec, manifest)
         alone = job.alone(queue.costs)
         alone_s = alone.seconds
         if spec.deadline_s is None:
             scale = self.slo_scale if spec.slo_scale is None else spec.slo_scale
             spec = dataclasses.replace(spec, deadline_s=spec.arrival_s + scale * alone_s)
-            job = Job.of(spec, job.shape)
+            job.spec, job.deadline_s = spec, spec.arrival_s + scale * alone_s
         candidate = job.candidate(queue.costs)
         outlook = queue.outlook(candidate)
         eta_s = queue.now + outlook.ahead_s / queue.ranks_of(spec.model) + alone_s
@@ -124,7 +124,7 @@ class Admission:
         if misses and alone.known and (self.admit == "feasible" or spec.on_late == "drop"):
             return self._unreachable(spec, alone_s, max(late_s, 0.0), queue)
         margin_s = 0.0 if alone.known else alone.margin_s
-        return Submit(spec, job.steps, eta_s, margin_s, best_effort=misses)
+        return Submit(spec, job.steps, eta_s, margin_s, best_effort=misses, batch=job.batch)
 
     def _unreachable(self, spec: JobSpec, alone_s: float, late_s: float, queue: Queue) -> Refuse:
         left_s = (spec.deadline_s or 0.0) - queue.now

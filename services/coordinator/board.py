@@ -66,8 +66,9 @@ class Board:
             if rank is None:
                 continue
             shown = Running(
-                flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop
-            )
+                flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop,
+                flight.jobs[1:],
+            )  # fmt: skip
             if rank.running is None or rank.running.seq == flight.seq:
                 rank.running = shown
             else:

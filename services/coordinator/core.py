@@ -14,7 +14,7 @@ from typing import Any
 from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import MessageError, unpack_handles
-from common.stage import ENCODE
+from common.stage import DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission, Queue
 from services.coordinator.board import Board
@@ -31,7 +31,7 @@ from services.coordinator.state import (
     position,
     timings,
 )
-from services.costs.model import CostModel, Shape, shape_of
+from services.costs.model import CostModel, Shape
 from services.policies.base import Candidate, Policy, View
 from services.policies.contained import Contained
 
@@ -46,6 +46,7 @@ class Core:
         self.costs = costs
         self.admission = admission
         self.view = view
+        view.shared_step_s = self._shared_step_s
         self.board = Board(view)
         self.manifests: Mapping[str, Mapping[str, Any]] = {}
         self.jobs: dict[str, Job] = {}
@@ -160,7 +161,7 @@ class Core:
         return job
 
     def _job_of(self, spec: JobSpec) -> Job:
-        return Job.of(spec, shape_of(spec.params, self.manifests.get(spec.model, {})))
+        return Job.of(spec, self.manifests.get(spec.model, {}))
 
     def ready(self, job: Job) -> None:
         job.seq = 0
@@ -172,6 +173,10 @@ class Core:
         for model, manifest in event.manifests.items():
             self.costs.set_prior(model, manifest.get("costs", {}))
         return []
+
+    def _shared_step_s(self, candidate: Candidate, rows: int) -> float:
+        shape = Shape(candidate.tokens, rows, 1)
+        return self.costs.estimate(candidate.model, DENOISE, shape)
 
     def _policy_chosen(self, event: ev.PolicyChosen) -> Effects:
         """Another policy leads from the next decision on; what runs goes on."""
@@ -246,7 +251,8 @@ class Core:
             if row.error_code:
                 effects += self._row_failed(job, row.error_code, row.error, now)
                 continue
-            self._learn(job, report.stage, row.step_s or row.seconds)
+            self._learn(job, report.stage, row.step_s or row.seconds, row.rows)
+            job.skipped, job.rows = row.skipped, max(job.rows, row.rows)
             job.step, job.stage, job.handles = row.step, row.next_stage, row.handles
             job.outputs = row.outputs
             if job.started_s is None:
@@ -260,8 +266,10 @@ class Core:
                 self.ready(job)
         return effects
 
-    def _learn(self, job: Job, stage: str, seconds: float) -> None:
+    def _learn(self, job: Job, stage: str, seconds: float, rows: int) -> None:
         shape = Shape(0, 1, job.shape.forwards) if stage == ENCODE else job.shape
+        if rows and stage == DENOISE:  # what was timed is the pass that it shared
+            shape = Shape(shape.tokens, rows, 1)
         self.costs.observe(job.spec.model, stage, shape, seconds)
 
     def _row_failed(self, job: Job, code: str, error: str, now: float) -> Effects:
@@ -289,7 +297,8 @@ class Core:
         if flight is None:
             return []
         if event.verdict == "late":
-            flight.voiding = False
+            # Its rank has more to report: asked again it would say the same until that is read.
+            flight.voiding, flight.started = False, True
             for name in flight.jobs:  # it started, or its report is on the way
                 if name in self.jobs:
                     self.jobs[name].begun = True

@@ -50,7 +50,7 @@ def _plan(core: Core, effects: Effects, now: float) -> bool:
                 effects.append(ev.Yield(seq, flight.members))
             case Recall(seq=seq):
                 flight = flights[seq]
-                if not flight.voiding:
+                if not flight.voiding and not flight.started:
                     flight.voiding = True
                     effects.append(ev.Void(seq, flight.members, flight.jobs, forced=False))
             case Degrade(job=name, steps=steps):
@@ -71,7 +71,11 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
     # One that was degraded a line before has fewer steps than the policy may have thought.
     stops = [min(stop, job.steps) for (_, stop), job in zip(rows, jobs, strict=True)]
     candidates = [core.policy.waiting(name) for name, _ in rows]
-    expected_s = sum(cost_s(c, stop) for c, stop in zip(candidates, stops, strict=True))
+    pairs = list(zip(candidates, stops, strict=True))
+    if decision.step_s:
+        expected_s = decision.step_s * max(stop - c.step for c, stop in pairs)
+    else:
+        expected_s = sum(cost_s(c, stop) for c, stop in pairs)
     core.seq += 1
     for job in jobs:
         core.policy.remove(job.spec.id)
@@ -97,6 +101,7 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
             members=flight.members,
             rows=tuple(job.row(stop) for job, stop in zip(jobs, stops, strict=True)),
             expected_s=expected_s,
+            together=bool(decision.step_s),
             slacks_s=tuple(candidate.slack_s(now) for candidate in candidates),
         )
     ]

@@ -41,6 +41,7 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
                 "admission": "best_effort" if effect.best_effort else "accepted",
                 "eta": ms(effect.eta_s),
                 "eta_margin": ms(effect.eta_margin_s),
+                "batch_key": effect.batch,
                 "as_of": ms(now),
             }
             return t.submit(spec, steps, now, public)

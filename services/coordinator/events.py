@@ -216,6 +216,7 @@ class Submit:
     eta_s: float
     eta_margin_s: float = 0.0
     best_effort: bool = False
+    batch: str = ""  # its batch key
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ class Dispatch:
     members: tuple[str, ...]
     rows: tuple[TaskRow, ...]
     expected_s: float
+    together: bool = False  # its rows share forward passes
     slacks_s: tuple[float, ...] = ()  # of each row's job, as it is handed over
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.batching import batch_key
 from common.job import ErrorCode, JobSpec
 from common.messages import TaskRow, pack
 from common.stage import DECODE, DENOISE, ENCODE
-from services.costs.model import CostModel, Quote, Shape
+from services.costs.model import CostModel, Quote, Shape, shape_of
 from services.policies.base import Candidate
 
 FINISH = "finish"  # the stage after decode: nothing left to run
@@ -42,6 +43,7 @@ class Job:
     steps: int
     deadline_s: float
     packed_params: bytes
+    batch: str = ""  # jobs of one key may share forward passes; "": it runs alone
     stage: str = ENCODE
     step: int = 0
     seq: int = 0  # the dispatch it waits for, 0 when it is ready
@@ -53,15 +55,23 @@ class Job:
     started_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     chunks: int = 0
+    skipped: int = 0  # forward passes that its step cache left out
+    rows: int = 0  # of the largest forward pass it shared
     doomed: bool = False
     canceled: bool = False
     ending: bool = False  # a Finish is on its way
 
     @classmethod
-    def of(cls, spec: JobSpec, shape: Shape) -> Job:
+    def of(cls, spec: JobSpec, manifest: Mapping[str, Any]) -> Job:
+        shape, batch = shape_of(spec.params, manifest), ""
+        if manifest.get("batch"):
+            batch = batch_key(spec.params, manifest, spec.exact)
+        if batch:  # its branches share one forward pass, whoever else is in it
+            shape = Shape(shape.tokens, shape.n * shape.forwards, 1)
         return cls(
             spec=spec,
             shape=shape,
+            batch=batch,
             steps=int(spec.params.get("num_inference_steps") or 1),
             deadline_s=spec.deadline_s or spec.arrival_s,
             packed_params=pack(spec.params),
@@ -120,6 +130,9 @@ class Job:
             step=self.step,
             steps=self.steps,
             fewest=self.spec.min_steps if self.step == 0 else 0,
+            batch=self.batch,
+            rows=shape.n,
+            tokens=shape.tokens,
             doomed=self.doomed,
             suspect=self.attempts > 0,
         )
@@ -140,6 +153,7 @@ class Flight:
     stop: int = 0  # the step before which its first row's chunk ends
     yielding: bool = False
     voiding: bool = False
+    started: bool = False  # Redis said so: it cannot be taken back
     silent: set[str] = field(default_factory=set)  # members that have yet to report
 
 
@@ -156,4 +170,8 @@ def timings(job: Job, now: float) -> Mapping[str, float]:
     if job.started_s is not None:
         out["queued_s"] = round(max(0.0, job.started_s - job.spec.arrival_s), 6)
     out["chunks"] = job.chunks
+    if job.rows:
+        out["batch_rows"] = job.rows
+    if job.skipped:
+        out["forwards_skipped"] = job.skipped
     return out

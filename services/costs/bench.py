@@ -43,6 +43,9 @@ class Stopwatch:
     def should_stop(self) -> bool:
         return False
 
+    def has_left(self, job: str) -> bool:
+        return False
+
     def progress(self, job: str, step: int) -> None:
         self._ends.setdefault(job, []).append(self._clock())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from common.stage import DECODE, DENOISE, ENCODE
 from services.costs.bench import open_bench
 from services.costs.fit import Sample, fit, held_out_error
 from services.costs.measure import SIZES, Measured, Size, measure, plan_of
+from services.costs.shape import Shape
 from services.costs.table import Fit, Profile
 
 
@@ -41,6 +42,7 @@ def _profile(
         stage: [sample for sample in measured.samples if sample.stage == stage]
         for stage in (ENCODE, DENOISE, DECODE)
     }
+    by_stage[DENOISE] += batch_samples(measured.batch)
     fits = {
         stage: fit(samples, measured.prompt_tokens if stage == ENCODE else 0)
         for stage, samples in by_stage.items()
@@ -63,6 +65,15 @@ def _profile(
         steps=measured.steps,
         held_out_error={stage: error for stage, error in errors.items() if error is not None},
     )
+
+
+def batch_samples(batch: Iterable[Mapping[str, Any]]) -> list[Sample]:
+    """Rows of several jobs in one forward pass, as a job with so many pictures: the same work."""
+    return [
+        Sample(DENOISE, Shape(int(entry["tokens"]), rows, 1), seconds)
+        for entry in batch
+        for rows, seconds in zip(entry["rows"], entry["step_s"], strict=True)
+    ]
 
 
 def _row(sample: Sample, fit: Fit) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from common.stage import DENOISE, ENCODE
@@ -35,6 +36,9 @@ class Candidate:
     step: int
     steps: int
     fewest: int = 0  # it would rather be cut to so many steps than be late; 0: it would not
+    batch: str = ""  # those of one key may share forward passes; "": it runs alone
+    rows: int = 1  # that it adds to a forward pass it shares
+    tokens: int = 0  # of one row
     doomed: bool = False  # known not to make its deadline
     suspect: bool = False  # a task of it failed: it shares none, lest it take others with it
 
@@ -56,6 +60,7 @@ class Running:
     ends_s: float  # expected
     yielding: bool = False
     stop: int = 0  # the step before which a denoise chunk ends; 0: not known
+    company: tuple[str, ...] = ()  # the other jobs of the task
 
 
 @dataclass(slots=True)
@@ -86,14 +91,18 @@ class View:
     ahead_s: float = 0.1  # the denoising time that they should make up at least
     patience_s: float = 2400.0  # who is out gets a step after so long without; why: turns.py
     by_stage: dict[str, list[Rank]] = field(default_factory=dict)
+    # Seconds of one step of so many rows in one forward pass, all like the candidate's.
+    shared_step_s: Callable[[Candidate, int], float] = lambda candidate, rows: inf
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Give `rank` one task of these rows: (job, the step its chunk ends before)."""
+    """Give `rank` one task of these rows: (job, the step its chunk ends before). They run one
+    after another, or, with `step_s`, together, each step taking so many seconds."""
 
     rank: str
     rows: tuple[tuple[str, int], ...]
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

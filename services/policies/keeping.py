@@ -10,6 +10,7 @@ from itertools import chain
 
 from common.stage import DECODE, DENOISE
 from services.policies.base import Candidate, Decision, Degrade, Doomed, Rank, View
+from services.policies.batches import Pace
 from services.policies.groups import Group, Groups
 from services.policies.index import AgedLanes, Index, Lanes
 
@@ -30,6 +31,7 @@ class Terms:
 
     switch_s: float = 0.0
     error: float = 0.05
+    pace: float = 1.0  # how much more gets done than one by one, since jobs share passes
 
 
 class Keeping:
@@ -41,6 +43,7 @@ class Keeping:
         self._groups = Groups()
         self._arranged: object = None  # the pool as the groups know it
         self._terms = Terms()
+        self.pace = Pace()
         self.dropped: set[str] = set()  # waiting or under way
         self._known: dict[str, Candidate] = {}  # waiting, not decoding
         self._away: dict[str, Candidate] = {}  # under way
@@ -126,7 +129,7 @@ class Keeping:
         work = (candidate.steps - candidate.step) * candidate.step_s
         due = candidate.deadline_s - (candidate.remaining_s - work)
         size = work / 2.0 ** max(-MOST_PRIORITY, min(MOST_PRIORITY, candidate.priority))
-        load = (work + terms.switch_s) / group.size
+        load = (work / terms.pace + terms.switch_s) / group.size
         limit = due + terms.error * candidate.remaining_s
         return due, limit, load, size
 
@@ -145,8 +148,9 @@ class Keeping:
         if view.by_stage is not self._arranged:
             self._arranged = view.by_stage
             changed = self._groups.arrange(view.by_stage.get(DENOISE, ()))
-        if view.switch_s != self._terms.switch_s or view.error != self._terms.error:
-            self._terms = Terms(view.switch_s, view.error)
+        terms = Terms(view.switch_s, view.error, self.pace.now)
+        if terms != self._terms:
+            self._terms = terms
             changed = True
         if changed:
             for job, candidate in chain(self._known.items(), self._away.items()):
@@ -157,7 +161,7 @@ class Keeping:
         """Jobs that were sent and that no rank shows: packed behind others, or ended since."""
         ranks = (rank for rank in view.ranks if rank.stage != DECODE)
         held = (held for rank in ranks for held in (rank.running, rank.queued) if held)
-        at_work = {each.candidate.job for each in held}
+        at_work = {job for each in held for job in (each.candidate.job, *each.company)}
         if len(self._away) <= len(at_work):
             return
         for job in [job for job in self._away if job not in at_work and job not in self._known]:

@@ -36,6 +36,7 @@ from services.policies.base import (
     under_way_s,
     unfinished,
 )
+from services.policies.batches import run_together, share, shares
 from services.policies.index import AgedLanes, Lanes
 from services.policies.keeping import Keeping, is_late
 from services.policies.places import Places, place_elsewhere
@@ -257,6 +258,10 @@ class Slack:
             plan.decisions.append(Run(rank.name, ((first.candidate.job, stop),)))
             return
 
+        if shares(first.candidate):
+            self._give_together(rank, first.candidate, plan)
+            return
+
         def following() -> Candidate | None:
             found = self._next(rank, plan)
             if found is None or found.is_turn or found.candidate.suspect:
@@ -269,10 +274,35 @@ class Slack:
         self._send(first.candidate, rank, plan)
         plan.decisions.append(Run(rank.name, pack(first.candidate, plan.view, following)))
 
+    def _give_together(self, rank: Rank, first: Candidate, plan: Round) -> None:
+        """A chunk of `first` and of whoever can share its forward passes: first of the kept, by
+        deadline, then of those that are out."""
+        plan.taken[first.job] = first.model
+        company = (
+            candidate
+            for lanes in (self._kept[DENOISE], self._out[DENOISE])
+            for candidate in lanes.of((first.model,))
+            if candidate.batch == first.batch
+            and not candidate.suspect
+            and candidate.job not in plan.taken
+        )
+        members, step_s = share(first, company, plan.view, plan.now)
+        run = run_together(rank.name, members, step_s, plan.view)
+        did = [(m, stop - m.step) for m, (_, stop) in zip(members, run.rows, strict=True)]
+        took_s = step_s * max(steps for _, steps in did)
+        self._keeping.pace.ran(sum(m.step_s * steps for m, steps in did), took_s)
+        self._turns.passed(rank, took_s, plan.view, plan.now)
+        for member in members:
+            self._note(member, rank, plan)
+        plan.decisions.append(run)
+
     def _send(self, candidate: Candidate, rank: Rank, plan: Round) -> int:
         """`candidate` gets a chunk on `rank`; the step that it ends before."""
         stop = chunk_stop(candidate, plan.view.chunk_s)
-        self._turns.passed(rank, cost_s(candidate, stop), plan.view, plan.now)
+        spent_s = cost_s(candidate, stop)
+        self._turns.passed(rank, spent_s, plan.view, plan.now)
+        if self._keeping.pace.now > 1.0 and rank.stage == DENOISE:
+            self._keeping.pace.ran(spent_s, spent_s)
         self._note(candidate, rank, plan)
         return stop
 

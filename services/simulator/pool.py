@@ -75,12 +75,12 @@ class OverFull(RuntimeError):
 
 
 class Workers:
-    """All of them. `step_s(stage, job)` is the true cost; `steps_of` a job's number of steps."""
+    """All of them. `cost_s(stage, job, rows)` is the true cost, `steps_of` a job's steps."""
 
     def __init__(
         self,
         names: dict[str, str],  # name -> stage
-        cost_s: Callable[[str, str], float],
+        cost_s: Callable[[str, str, int], float],
         steps_of: Callable[[str], int],
         overheads: Overheads,
         rng: random.Random,
@@ -107,21 +107,25 @@ class Workers:
         return None
 
     def _start(self, worker: Simulated, held: Held, now: float) -> None:
+        """Rows one after another, or all at once where they share forward passes."""
         at = now + self._overheads.dispatch_s
         rows = held.dispatch.rows
         switch = held.stage == DENOISE and rows[0].job != worker.last_job
         if switch:
             at += self._overheads.switch_s
         jitter = self._overheads.jitter
+        together = len(rows) if held.dispatch.together else 0
+        began = at
         for row in rows:
-            cost = self._cost_s(held.stage, row.job)
+            cost = self._cost_s(held.stage, row.job, together or 1)
             if jitter:
                 cost *= max(0.5, self._rng.gauss(1.0, jitter))
             # Asked to yield before it began: no step is run.
             stop = row.start if held.yielding and held.stage == DENOISE else row.stop
-            part = Part(row.job, row.start, stop, at, cost, self._steps_of(row.job))
+            begin = began if together else at
+            part = Part(row.job, row.start, stop, begin, cost, self._steps_of(row.job))
             if stop > row.start or held.stage != DENOISE:
-                at = part.end_s
+                at = max(at, part.end_s)
             held.parts.append(part)
         worker.last_job = rows[-1].job
         held.begun_s, held.ends_s = now, at

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.job import JobSpec
 from common.messages import Report, ReportRow
@@ -31,7 +32,7 @@ from services.simulator.traces import TraceJob
 
 MODEL = "simulated"
 # One token a pixel and one row of them: a job's shape is then its trace's `tokens`.
-MANIFESTS = {MODEL: {"token_px": 1, "cfg": {}}}
+MANIFEST = {"token_px": 1, "cfg": {}}
 TICK = ev.Tick()
 
 
@@ -57,6 +58,7 @@ class Setting:
     error: float = 0.05
     seed: int = 0
     timeline: bool = False
+    batch: bool = False  # jobs are not exact: those of a size may share forward passes
 
 
 class Simulation:
@@ -66,7 +68,7 @@ class Simulation:
         self.outcome = Outcome(setting.policy, setting.denoise)
         self.outcome.jobs = {job.id: JobOutcome(job) for job in trace}
         self._trace = sorted(trace, key=lambda job: (job.arrival_s, job.id))
-        self._cost: dict[tuple[str, int], float] = {}
+        self._cost: dict[tuple[str, int, int], float] = {}
         names = {
             f"{stage}-{i}": stage
             for stage, count in (
@@ -87,7 +89,9 @@ class Simulation:
         self._due: list[tuple[float, int, Held, int]] = []  # ends of tasks
         self._heard: list[tuple[float, int, ev.Reported]] = []  # reports on their way
         self._count = 0
-        self.core.handle(ev.ManifestsRead(MANIFESTS), 0.0)
+        shares: dict[str, Any] = {"model": MODEL, "batch": {"same": ["width"]}}
+        manifest = {**MANIFEST, **(shares if setting.batch else {})}
+        self.core.handle(ev.ManifestsRead({MODEL: manifest}), 0.0)
         for name, stage in names.items():
             self.core.handle(ev.Joined(ev.WorkerInfo(name, stage, (MODEL,), "simulated")), 0.0)
 
@@ -120,7 +124,8 @@ class Simulation:
             while heard and heard[0][0] <= now:
                 effects += core.handle(heapq.heappop(heard)[2], now)
             while arrival is not None and arrival.arrival_s + submit_s <= now:
-                effects += core.handle(ev.Submitted(spec_of(arrival), "created"), now)
+                spec = spec_of(arrival, exact=not self.setting.batch)
+                effects += core.handle(ev.Submitted(spec, "created"), now)
                 self.outcome.jobs[arrival.id].last_seen_s = now
                 arrival = next(coming, None)
             effects += core.handle(TICK, now)
@@ -170,6 +175,7 @@ class Simulation:
         if following is not None:
             self._alarm(following)
         rows, accepted = [], []
+        together = len(held.parts) if held.dispatch.together else 0
         for part, row in zip(held.parts, held.dispatch.rows, strict=True):
             record = self.outcome.jobs[part.job]
             steps = part.stop - part.start
@@ -181,12 +187,17 @@ class Simulation:
                 step, after = part.stop, DECODE if done else DENOISE
             else:
                 step, after = part.stop, AFTER[held.stage]
-            record.work_s += seconds
+            record.work_s += seconds / max(1, together)
             record.chunks += 1
             record.last_seen_s = now
             rows.append(
                 ReportRow(
-                    part.job, step, after, seconds=seconds, step_s=part.step_s if steps else 0.0
+                    part.job,
+                    step,
+                    after,
+                    seconds=seconds,
+                    step_s=part.step_s if steps else 0.0,
+                    rows=together,
                 )
             )
             accepted.append(record.status == "waiting")
@@ -229,8 +240,8 @@ class Simulation:
             )
         )  # fmt: skip
 
-    def _cost_s(self, stage: str, job: str) -> float:
-        key = (stage, self.outcome.jobs[job].job.tokens)
+    def _cost_s(self, stage: str, job: str, rows: int = 1) -> float:
+        key = (stage, self.outcome.jobs[job].job.tokens, rows)
         found = self._cost.get(key)
         if found is None:
             found = self._cost[key] = self.setting.costs.seconds(*key)
@@ -257,7 +268,7 @@ def core_of(setting: Setting) -> Core:
     return core
 
 
-def spec_of(job: TraceJob) -> JobSpec:
+def spec_of(job: TraceJob, exact: bool = True) -> JobSpec:
     return JobSpec(
         id=job.id,
         entry=job.id,
@@ -269,6 +280,7 @@ def spec_of(job: TraceJob) -> JobSpec:
         deadline_s=job.deadline_s,
         on_late=job.on_late,
         min_steps=job.min_steps,
+        exact=exact,
     )
 
 
