@@ -31,6 +31,10 @@ NONSENSE: dict[str, tuple[Any, str]] = {
         lambda view: [Run("encode-0", ((job, 0),)) for job in ("a", "b", "c")],
         "holds another",
     ),
+    "shares a pass with exact jobs": (
+        lambda view: [Run("encode-0", (("a", 0), ("b", 0)), step_s=0.1)],
+        "cannot share a pass",
+    ),
     "preempts a ghost": (lambda view: [Preempt(99)], "does not run"),
     "recalls a ghost": (lambda view: [Recall(99)], "not queued"),
     "dooms a ghost": (lambda view: [Doomed("ghost")], "does not wait"),

@@ -165,6 +165,8 @@ class Contained:
                     if held + given[name] > 2:
                         return f"rank {name} runs a task and holds another already"
                     wrong = self._wrong_rows(rank, rows, taken)
+                    if not wrong and decision.step_s:
+                        wrong = self._wrong_company(rows)
                     if wrong:
                         return wrong
                 case Preempt(seq=seq):
@@ -185,6 +187,12 @@ class Contained:
                 case _:
                     return f"{decision!r} is not a decision"
         return ""
+
+    def _wrong_company(self, rows: tuple[tuple[str, int], ...]) -> str:
+        keys = {self._waiting[job].batch for job, _ in rows}
+        if len(keys) == 1 and "" not in keys:
+            return ""
+        return f"jobs of batch keys {', '.join(map(repr, sorted(keys)))} cannot share a pass"
 
     def _wrong_rows(self, rank: Rank, rows: tuple[tuple[str, int], ...], taken: set[str]) -> str:
         if not 0 < len(rows) <= MOST_ROWS:
