@@ -21,7 +21,7 @@ from services.simulator.generate import generate
 from services.simulator.outcome import Chunk, Outcome
 from services.simulator.pool import Overheads
 from services.simulator.report import summary
-from services.simulator.simulation import MANIFESTS, MODEL, Setting, Simulation, simulate
+from services.simulator.simulation import MANIFEST, Setting, Simulation, simulate
 from services.simulator.traces import TraceJob
 
 FUZZ = float(os.environ.get("SLACKWATER_FUZZ", "0"))
@@ -48,7 +48,7 @@ class Watched(Simulation):
         self.core.view.patience_s = patience_s
         placed = itertools.cycle(PLACINGS[placing])
         self.models = sorted({model for models in PLACINGS[placing] for model in models})
-        self.core.handle(ev.ManifestsRead(dict.fromkeys(self.models, MANIFESTS[MODEL])), 0.0)
+        self.core.handle(ev.ManifestsRead(dict.fromkeys(self.models, MANIFEST)), 0.0)
         for name, stage in [(w.name, w.stage) for w in self.workers.all.values()]:
             # One of each stage has all, so that every job can end.
             models = tuple(self.models) if name.endswith("-0") else next(placed)
