@@ -110,10 +110,11 @@ def test_the_examples_order_is_by_priority(sw: Run, pool: LocalPool) -> None:
     with Client(pool.redis_url) as client:
         for name in ("low", "lower"):  # keep both ranks busy
             client.submit("x", id=f"busy-{name}", num_inference_steps=300, priority=100)
-        low = client.submit("x", num_inference_steps=100, priority=-1)
+        low = [client.submit("x", num_inference_steps=100, priority=-1) for _ in range(3)]
         high = client.submit("x", num_inference_steps=100, priority=50)
-        ends = {job: job.wait(60) and job.status().finished_s for job in (low, high)}
-    assert ends[high] < ends[low]  # type: ignore[operator]
+        ends = [job.wait(60) and job.status().finished_s for job in (*low, high)]
+    # Two ranks: one of the others may run beside it, and the rest come after it.
+    assert sorted(ends).index(ends[-1]) <= 1  # type: ignore[type-var]
 
 
 def test_a_policy_that_raises_harms_no_job_and_is_seen(sw: Run, pool: LocalPool) -> None:
