@@ -12,11 +12,12 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from common.checks import InvalidRequest
 from common.errors import ResultExpired, UnknownJob, WaitTimeout
 from common.job import Result
 from common.keys import Keys
 from common.messages import pack
-from common.params import ID, MAX_PUSH_BYTES, InvalidRequest, content_of, id_of
+from common.push import ID, MAX_PUSH_BYTES, content_of, id_of
 from common.record import GOES_ON, JobEvent, JobRecord, WorkerRecord, in_queue_order
 
 # A lost connection shows within this; see common.connect.

@@ -1,6 +1,7 @@
 """What users import: `from slackwater import Client`. No logic here."""
 
 from common.aclient import AsyncClient, AsyncJobHandle
+from common.checks import InvalidRequest
 from common.client import Client, JobHandle
 from common.errors import (
     JobCanceled,
@@ -14,7 +15,6 @@ from common.errors import (
     WaitTimeout,
 )
 from common.job import ErrorCode, JobStatus, OutputFile, Result
-from common.params import InvalidRequest
 from common.record import JobEvent, JobRecord, WorkerRecord
 
 __all__ = [

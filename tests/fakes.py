@@ -10,7 +10,8 @@ from common.job import JobSpec
 from common.keys import Keys
 from common.messages import TaskRow, pack
 from common.noop import PARAMETERS
-from common.params import PoolDefaults, accept, read_push
+from common.params import PoolDefaults, accept
+from common.push import read_push
 from common.scripts import Call, Scripts, Transitions, Ttls, text
 
 NONCE = "leader:1"

@@ -35,7 +35,7 @@ class Http(httpx.Client):
         patience = time.monotonic() + WAIT_S
         while self.server.gateway.client.reads.waiting != count:
             assert time.monotonic() < patience
-            time.sleep(0.002)
+            time.sleep(0.002)  # a count in another thread, which tells nobody
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from common.arena import Arena
@@ -15,7 +16,7 @@ from common.keys import Keys
 from common.noop import NoopCosts, NoopStage
 from common.params import PoolDefaults
 from common.scripts import Ttls
-from common.stage import DECODE, DENOISE, ENCODE, Control, Outcome, Task
+from common.stage import DECODE, DENOISE, ENCODE, STAGES, Control, Outcome, Task
 from common.worker import Identity, Worker
 from services.coordinator.admission import Admission
 from services.coordinator.core import Core
@@ -326,3 +327,15 @@ class Pool:
     def close(self) -> None:
         for actor in (*self.coordinators, *(w.actor for w in self.workers)):
             actor.kill()
+
+
+@contextmanager
+def small_pool(client: Any, keys: Keys, arena: Arena) -> Iterator[Pool]:
+    """One worker a stage and a coordinator, which leads."""
+    made = Pool(client, keys, arena)
+    for kind in STAGES:
+        made.add_worker(kind)
+    made.add_coordinator()
+    made.let_run(12)
+    yield made
+    made.close()

@@ -10,21 +10,15 @@ import pytest
 from common.arena import Arena
 from common.job import Result
 from common.keys import Keys
-from common.stage import DECODE, DENOISE, ENCODE
+from common.stage import DENOISE
 from tests.faults import Actor, Fate
-from tests.simulated import Pool, SimulatedWorker
+from tests.simulated import Pool, SimulatedWorker, small_pool
 
 
 @pytest.fixture
 def pool(redis_client: Any, keys: Keys, arena: Arena) -> Iterator[Pool]:
-    """One worker a stage and a coordinator, which leads."""
-    made = Pool(redis_client, keys, arena)
-    for kind in (ENCODE, DENOISE, DECODE):
-        made.add_worker(kind)
-    made.add_coordinator()
-    made.let_run(12)
-    yield made
-    made.close()
+    with small_pool(redis_client, keys, arena) as made:
+        yield made
 
 
 def push(pool: Pool, job: str, steps: int = 6) -> None:

@@ -91,7 +91,8 @@ def batching(**fields: Any) -> Mind:
 
 
 def _spec(mind: Mind) -> Any:
-    from common.params import PoolDefaults, accept, read_push
+    from common.params import PoolDefaults, accept
+    from common.push import read_push
     from tests.fakes import raw_push
 
     push = read_push("1-0", raw_push(prompt="x", exact="false"))
@@ -124,7 +125,7 @@ def test_the_record_has_the_key() -> None:
     mind = batching()
     (submit, *_) = mind.push("a", exact="false", width=64, height=64)
     assert isinstance(submit, ev.Submit)
-    assert submit.batch == "noop width=64 height=64"
+    assert submit.candidate.batch == "noop width=64 height=64"
 
 
 # -- what it is worth ----------------------------------------------------------------------------

@@ -6,32 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from common.settings import Settings
-from services.cli.main import main
 from services.cli.submit import prepare
 from services.cli.terminal import Exit, seconds
 from services.pool.local import LocalPool
+from tests.commands import Run, commands
 
 LONG = "1000"
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Said]
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +30,7 @@ def pool() -> Iterator[LocalPool]:
 
 @pytest.fixture
 def sw(pool: LocalPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command on the pool."""
-    monkeypatch.setenv("SLACKWATER_REDIS_URL", pool.redis_url)
-
-    def run(*words: str) -> Said:
-        code = main(list(words))
-        said = capsys.readouterr()
-        return Said(code, said.out, said.err)
-
-    return run
+    return commands(pool.redis_url, capsys, monkeypatch)
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

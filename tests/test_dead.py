@@ -17,13 +17,13 @@ from common.messages import pack, unpack_report
 from common.noop import NoopCosts, NoopStage
 from common.reporting import TRACE_CHARS, failed
 from common.scripts import Ttls
-from common.stage import DECODE, DENOISE, ENCODE, Control, Outcome, Row, Task
+from common.stage import DENOISE, ENCODE, Control, Outcome, Row, Task
 from common.worker import Identity, Worker
 from services.cli.main import main
 from services.cli.terminal import Exit
 from tests.fakes import Table, a_spec
 from tests.processes import processes, until
-from tests.simulated import POISON, Pool
+from tests.simulated import POISON, Pool, small_pool
 
 # -- the stream --------------------------------------------------------------------------------
 
@@ -84,14 +84,8 @@ def test_an_end_for_being_late_spares_a_job_that_is_done(redis_client: Any, keys
 
 @pytest.fixture
 def pool(redis_client: Any, keys: Keys, arena: Arena) -> Iterator[Pool]:
-    """One worker a stage and a coordinator."""
-    made = Pool(redis_client, keys, arena)
-    for kind in (ENCODE, DENOISE, DECODE):
-        made.add_worker(kind)
-    made.add_coordinator()
-    made.let_run(12)
-    yield made
-    made.close()
+    with small_pool(redis_client, keys, arena) as made:
+        yield made
 
 
 def push(pool: Pool, job: str, prompt: str = "x", **fields: Any) -> None:

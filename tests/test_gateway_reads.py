@@ -48,7 +48,7 @@ def seen(reply: list[Any] | None) -> dict[str, list[str]]:
 async def until_waiting(reads: SharedReads, count: int) -> None:
     """Until so many wait and the reader blocks."""
     while reads.waiting != count or not reads._blocked:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # lets the reader go on; it tells nobody that it blocks
 
 
 def test_each_hears_of_its_own_streams_from_where_it_was(run: Any, redis_client: Any) -> None:

@@ -13,18 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.arena import Arena
+from common.checks import InvalidRequest
 from common.job import JobSpec
 from common.keys import Keys
-from common.params import (
-    MAX_PUSH_BYTES,
-    InvalidRequest,
-    PoolDefaults,
-    accept,
-    content_of,
-    id_of,
-    merge_manifests,
-    read_push,
-)
+from common.params import PoolDefaults, accept, merge_manifests
+from common.push import MAX_PUSH_BYTES, content_of, id_of, read_push
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator.admission import Admission, Queue
 from services.coordinator.effects import call_of

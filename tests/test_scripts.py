@@ -16,7 +16,9 @@ from common.scripts import SOURCES, Scripts, Transitions, Ttls
 from common.stage import DECODE, DENOISE
 from services.coordinator.effects import answer_of
 from services.coordinator.events import Submit, SubmitFailed
-from tests.fakes import NONCE, Table, a_spec
+from services.coordinator.state import Job
+from services.costs.model import CostModel
+from tests.fakes import MANIFEST, NONCE, Table, a_spec
 from tests.servers import serving
 
 
@@ -571,7 +573,8 @@ def test_a_full_redis_says_so_at_the_door(full: tuple[Table, Any], keys: Keys) -
     assert isinstance(reply, redis.ResponseError)
     assert "OOM" in str(reply)
     assert not table.redis.exists(keys.job(spec.id), keys.trajectory(spec.id))
-    assert isinstance(answer_of(Submit(spec, 1, 0.0), reply), SubmitFailed)
+    candidate = Job.of(spec, MANIFEST).candidate(CostModel())
+    assert isinstance(answer_of(Submit(spec, candidate, 0.0), reply), SubmitFailed)
     call = table.t.refuse(entry, [(entry, b"full")], "", "queue_full", "full", 1.0)
     assert table.run(call) == ["refused"]
     assert table.redis.get(keys.result(entry)) == b"full"

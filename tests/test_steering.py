@@ -6,29 +6,20 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from common.client import Client
 from common.settings import Settings
-from services.cli.main import main
 from services.cli.terminal import Exit
 from services.policies import POLICIES
 from services.pool.local import LocalPool
+from tests.commands import Run, commands
 
 PLUGIN = Path(__file__).parent.parent / "examples" / "policy_plugin"
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Said]
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +57,7 @@ def pool(plugin: str) -> Iterator[LocalPool]:
 
 @pytest.fixture
 def sw(pool: LocalPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("SLACKWATER_REDIS_URL", pool.redis_url)
-
-    def run(*words: str) -> Said:
-        code = main(list(words))
-        said = capsys.readouterr()
-        return Said(code, said.out, said.err)
-
-    return run
+    return commands(pool.redis_url, capsys, monkeypatch)
 
 
 def live(sw: Run) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from common.keys import Keys
 from common.scripts import Ttls
 from common.settings import Settings
 from common.stage import DENOISE
-from services.cli.main import main
 from services.pool.local import LocalPool
 from services.simulator.calibrations import calibration
 from services.simulator.traces import read_trace
@@ -30,6 +29,7 @@ from services.timeline import png, stream
 from services.timeline.live import read_run
 from services.timeline.runs import Bar, Row, Run
 from slackwater import Client
+from tests.commands import commands
 from tests.fakes import Table
 from tests.pages import data_of
 from tests.processes import until
@@ -162,14 +162,7 @@ def live(client: Client, ended: list[str]) -> Run:
 def sw(
     pool: LocalPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    monkeypatch.setenv("SLACKWATER_REDIS_URL", pool.redis_url)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = main(list(words))
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+    return commands(pool.redis_url, capsys, monkeypatch)
 
 
 def rows_of(run: Run, job: str, stage: str) -> list[tuple[Bar, Row]]:
@@ -250,24 +243,32 @@ def test_nothing_ran_is_said(sw: Any, redis_server: str) -> None:
     assert (code, "no task ended in the last 60.0 s" in out) == (0, True)
 
 
+@contextmanager
+def following(pool: LocalPool, *words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """`slackwater timeline --follow`, which Ctrl-C reaches: whoever runs the tests may ignore it,
+    and a child would too."""
+    command = [sys.executable, "-m", "services.cli.main", "timeline", "--follow", *words,
+               "--redis", pool.redis_url, "--last", "600"]  # fmt: skip
+    process = subprocess.Popen(
+        command, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_follow_shows_tasks_as_they_end(pool: LocalPool, client: Client) -> None:
     """It waits on the stream, and ends with Ctrl-C."""
-    command = [sys.executable, "-m", "services.cli.main", "timeline", "--follow", "--json",
-               "--redis", pool.redis_url, "--last", "600"]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with following(pool, "--json", stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        # What ended before it began to follow is not told: so a job comes now and again.
-        over = threading.Event()
-
-        def push() -> None:
-            while not over.wait(0.3):
-                client.submit("x", num_inference_steps=3)
-
-        pushing = threading.Thread(target=push)
-        pushing.start()
-        assert any(json.loads(line)["stage"] == "decode" for line in process.stdout)
-        over.set()
-        pushing.join()
+        client.submit("x", id="followed", num_inference_steps=3)
+        for line in process.stdout:
+            task = json.loads(line)
+            if task["stage"] == "decode" and task["rows"][0]["job"] == "followed":
+                break
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
 
@@ -276,10 +277,8 @@ def test_follow_draws_on_a_terminal_until_it_is_interrupted(
     pool: LocalPool, client: Client, ended: list[str]
 ) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "services.cli.main", "timeline", "--follow", "--by", "job",
-               "--redis", pool.redis_url, "--last", "600"]  # fmt: skip
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+    with following(pool, "--by", "job", stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         drawn = ""
 

@@ -91,7 +91,7 @@ def run(command: Any, name: str, words: list[str]) -> int:
 def code_of(error: Exception) -> Exit | None:
     """The exit code of an error whose message is enough; None for a bug."""
     from common import errors
-    from common.params import InvalidRequest
+    from common.checks import InvalidRequest
 
     match error:
         case InvalidRequest() | errors.JobRefused():

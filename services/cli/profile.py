@@ -104,9 +104,9 @@ def _pool_of(args: argparse.Namespace) -> Client | None:
 
 def _measure(args: argparse.Namespace, settings: Settings, repeats: int) -> Profile:
     """The profile; what a flag got wrong ends the command with the flag's name."""
+    from common.checks import InvalidRequest
     from common.models.errors import RefusedModel
     from common.noop import NoopCosts
-    from common.params import InvalidRequest
     from common.settings import single_threaded
     from services.costs.bench import StageFailed
     from services.costs.fit import TooFewSizes

@@ -13,8 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from common.checks import InvalidRequest
 from common.job import ErrorCode, JobSpec
-from common.params import InvalidRequest, PoolDefaults, accept, content_of, id_of, read_push
+from common.params import PoolDefaults, accept
+from common.push import content_of, id_of, read_push
 from common.stage import DENOISE
 from services.coordinator.events import Pushed, Refuse, Submit
 from services.coordinator.state import Job
@@ -124,7 +126,7 @@ class Admission:
         if misses and alone.known and (self.admit == "feasible" or spec.on_late == "drop"):
             return self._unreachable(spec, alone_s, max(late_s, 0.0), queue)
         margin_s = 0.0 if alone.known else alone.margin_s
-        return Submit(spec, job.steps, eta_s, margin_s, best_effort=misses, batch=job.batch)
+        return Submit(spec, candidate, eta_s, margin_s, best_effort=misses)
 
     def _unreachable(self, spec: JobSpec, alone_s: float, late_s: float, queue: Queue) -> Refuse:
         left_s = (spec.deadline_s or 0.0) - queue.now

@@ -116,7 +116,7 @@ class Core:
         )
         verdict = self.admission.decide(event, self.manifests, queue)
         if isinstance(verdict, ev.Submit):
-            self.entering[verdict.spec.id] = self._job_of(verdict.spec).candidate(self.costs)
+            self.entering[verdict.spec.id] = verdict.candidate
         return [verdict]
 
     def _submitted(self, event: ev.Submitted, now: float) -> Effects:

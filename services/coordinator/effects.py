@@ -31,7 +31,7 @@ class OutOfStep(RuntimeError):
 def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
     """The one script that carries out `effect`."""
     match effect:
-        case ev.Submit(spec=spec, steps=steps):
+        case ev.Submit(spec=spec, candidate=candidate):
             public = {
                 "prompt": str(spec.params.get("prompt", ""))[:200],
                 "width": spec.params.get("width") or 0,
@@ -41,10 +41,10 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
                 "admission": "best_effort" if effect.best_effort else "accepted",
                 "eta": ms(effect.eta_s),
                 "eta_margin": ms(effect.eta_margin_s),
-                "batch_key": effect.batch,
+                "batch_key": candidate.batch,
                 "as_of": ms(now),
             }
-            return t.submit(spec, steps, now, public)
+            return t.submit(spec, candidate.steps, now, public)
         case ev.Refuse():
             results = [(job, _refusal(effect, job).to_wire()) for job in effect.ids]
             return t.refuse(

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.job import JobSpec, JobStatus
 from common.messages import Report, TaskRow
-from services.policies.base import Policy
+from services.policies.base import Candidate, Policy
 
 # -- events ---------------------------------------------------------------------------------
 
@@ -207,16 +207,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """`eta_s`: when it should end, in seconds since the epoch, and `eta_margin_s` by how much that
-    may be off where nothing like it was ever measured. `best_effort`: too late for its deadline,
-    as things stand."""
+    """`candidate` is its first task. `eta_s`: when it should end, in seconds since the epoch, and
+    `eta_margin_s` by how much that may be off where nothing like it was ever measured.
+    `best_effort`: too late for its deadline, as things stand."""
 
     spec: JobSpec
-    steps: int
+    candidate: Candidate
     eta_s: float
     eta_margin_s: float = 0.0
     best_effort: bool = False
-    batch: str = ""  # its batch key
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from typing import Any
 
 from common.arena import Arena
 from common.handles import Handle, HandleStore
-from common.params import PoolDefaults, accept, merge_manifests, read_push
+from common.params import PoolDefaults, accept, merge_manifests
+from common.push import read_push
 from common.settings import Settings
 from common.stage import DECODE, DENOISE, ENCODE, STAGES, Row, Stage, Task
 from common.stage_main import make_stage

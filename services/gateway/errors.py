@@ -20,9 +20,9 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from common.checks import InvalidRequest
 from common.errors import JobRefused, RedisAway, ResultExpired, UnknownJob
 from common.job import ErrorCode, JobStatus, Result
-from common.params import InvalidRequest
 from services.gateway.reads import Closed
 
 log = logging.getLogger("slackwater.gateway")

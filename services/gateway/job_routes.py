@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from common.params import MAX_INT
+from common.checks import MAX_INT
 from services.gateway import bodies, schemas
 from services.gateway.access import Caller, caller_of
 from services.gateway.errors import not_found

@@ -24,7 +24,7 @@ from common.asks import Ask, Ticket
 from common.client import full, new_id
 from common.errors import JobRefused, ResultExpired, UnknownJob, WaitTimeout
 from common.job import Result
-from common.params import ID
+from common.push import ID
 from common.settings import Settings
 from services.gateway.access import Caller, Rates
 from services.gateway.client import GatewayClient
