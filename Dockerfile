@@ -19,7 +19,8 @@ RUN case "$TORCH" in cpu) ;; \
     esac \
  && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 print(*p['dependencies'], *p['optional-dependencies']['models'], \
-*p['optional-dependencies']['gateway'], sep='\n')" > requirements.txt \
+*p['optional-dependencies']['gateway'], *p['optional-dependencies']['celery'], \
+*p['optional-dependencies']['otel'], sep='\n')" > requirements.txt \
  && rm pyproject.toml
 
 # -- an environment with the dependencies and without pip

@@ -1,4 +1,5 @@
-"""How soon a pool goes on after a kill -9 of the leader, and of a worker in the middle of a job.
+"""How soon a pool goes on after a kill -9 of the leader, of a worker in the middle of a job, and of
+Redis; and whether a rolling restart fails a job.
 
 `python -m benchmarks.failover [--n N] [--noop] [--json]`
 
@@ -7,7 +8,10 @@ dispatch, which is seen as the dispatch counter in Redis going up. Worker: from 
 denoiser that runs a job to that job's next step, seen in its events; so it is another worker's.
 `leader_*` and `worker_*` are what `slackwater up` gives, with two coordinators and two denoisers:
 its launcher notices the death of a process at once. `worker_alone_*` is the same kill where no
-launcher watches and the worker's lease has to run out.
+launcher watches and the worker's lease has to run out. `redis_back_*` is from the kill of a Redis
+with an append-only file, which the launcher starts again at once, to the next dispatch. Then every
+coordinator and worker is replaced by a successor, as by `slackwater restart`, under the same load:
+`rolling_failed` of `rolling_jobs` did not succeed.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import math
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -32,10 +37,12 @@ from typing import Any
 
 import redis
 
+from common.asks import Ask
 from common.client import Client
 from common.keys import Keys
 from common.settings import Settings, single_threaded
 from common.stage import DENOISE, STAGES
+from services.pool.child import FIRST_PAUSE_S
 
 single_threaded()
 
@@ -43,6 +50,7 @@ NOOP = "encode_ms=10,step_ms=25,decode_ms=10"
 JOB: dict[str, Any] = {"width": 128, "height": 128, "num_inference_steps": 100, "slo_ms": 600_000}
 IN_FLIGHT = 8
 PATIENCE_S = 60.0
+ROLLING_S = 300.0
 # A killed denoiser is one that still has this many steps of its job before it.
 STEPS_LEFT = 20
 
@@ -72,15 +80,17 @@ def load(client: Client) -> Iterator[None]:
 
 
 def dispatch_after(direct: Any, keys: Keys, kill: Callable[[], None]) -> float:
-    """Seconds from `kill` to the next dispatch."""
+    """Seconds from `kill` to the next dispatch; Redis, which counts them, may be away meanwhile."""
     kill()
-    begun = time.monotonic()
-    before = int(direct.get(keys.seq))
-    while int(direct.get(keys.seq)) == before:
-        if time.monotonic() - begun > PATIENCE_S:
-            raise RuntimeError(f"no dispatch within {PATIENCE_S:.0f} s after the leader's end")
+    begun, before = time.monotonic(), -1
+    while time.monotonic() - begun < PATIENCE_S:
+        with contextlib.suppress(redis.RedisError, OSError):
+            now = int(direct.get(keys.seq) or 0)
+            before = now if before < 0 else before
+            if now != before:
+                return time.monotonic() - begun
         time.sleep(0.005)
-    return time.monotonic() - begun
+    raise RuntimeError(f"no dispatch within {PATIENCE_S:.0f} s")
 
 
 def running_job(client: Client, keys: Keys, direct: Any) -> tuple[str, int]:
@@ -161,6 +171,58 @@ def killer(pid: int) -> Callable[[], None]:
     return lambda: os.kill(pid, signal.SIGKILL)
 
 
+def redis_back(n: int, noop: str, rng: random.Random) -> list[float]:
+    from benchmarks.chaos_parts.members import quick
+    from services.pool.local import LocalPool
+
+    seconds = []
+    settings = Settings(noop=noop)
+    with (
+        LocalPool(
+            denoisers=2, coordinators=2, settings=settings, longest_pause_s=FIRST_PAUSE_S
+        ) as pool,
+        pool.client() as client,
+        load(client),
+    ):
+        direct = quick(pool.redis_url)
+        for _ in range(n):
+            rest(pool, rng)
+            [pid] = [process.pid for process in pool.processes() if process.role == "redis"]
+            seconds.append(dispatch_after(direct, pool.keys, killer(pid)))
+        direct.close()
+    return seconds
+
+
+def rolling(noop: str) -> dict[str, Any]:
+    """Every coordinator and worker replaced while jobs run."""
+    from services.pool.local import LocalPool
+
+    job = {"prompt": "a red circle", "num_inference_steps": 20, "slo_ms": 600_000}
+    with (
+        LocalPool(denoisers=2, coordinators=2, settings=Settings(noop=noop)) as pool,
+        pool.client() as client,
+    ):
+        handles = client.submit_many({**job, "seed": i} for i in range(IN_FLIGHT))
+        field = f"{pool.settings.host}/restart"
+        request = f"{secrets.token_hex(8)} coordinator {' '.join(STAGES)}"
+        begun = time.monotonic()
+        client.ask(Ask((("HSET", pool.keys.pool, field, request),)))
+        while (answer := client.ask(Ask((("HGET", pool.keys.pool, field),)))[0]) is not None:
+            if answer.decode() != request or time.monotonic() - begun > ROLLING_S:
+                raise RuntimeError(f"the restart did not end: {answer.decode()}")
+            active = [handle for handle in handles[-2 * IN_FLIGHT :] if handle.result() is None]
+            more = IN_FLIGHT - len(active)
+            handles += client.submit_many({**job, "seed": len(handles) + i} for i in range(more))
+            time.sleep(0.1)
+        took_s = time.monotonic() - begun
+        ends = [handle.wait(ROLLING_S).status for handle in handles]
+    return {
+        "rolling_s": round(took_s, 1),
+        "rolling_jobs": len(ends),
+        "rolling_failed": sum(status != "succeeded" for status in ends),
+    }
+
+
 # -- without a launcher ------------------------------------------------------------------------
 
 
@@ -217,6 +279,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
     noop, rng = NOOP if options.noop else "", random.Random(options.seed)
     leaders, workers = supervised(options.n, noop, rng)
+    backs = redis_back(options.n, noop, rng)
+    replaced = rolling(noop)
     by_lease = alone(options.n, noop, rng)
     out = {
         "benchmark": "failover",
@@ -227,11 +291,16 @@ def main() -> None:
         **figures("leader", leaders),
         **figures("worker", workers),
         **figures("worker_alone", by_lease),
+        **figures("redis_back", backs),
+        **replaced,
     }
     print(
         f"{options.n} kills each: next dispatch after the leader's, median "
         f"{out['leader_p50_s']} s, p95 {out['leader_p95_s']} s; next step after a worker's, p95 "
-        f"{out['worker_p95_s']} s, without a launcher {out['worker_alone_p95_s']} s"
+        f"{out['worker_p95_s']} s, without a launcher {out['worker_alone_p95_s']} s; next "
+        f"dispatch after Redis', p95 {out['redis_back_p95_s']} s, max {out['redis_back_max_s']} s; "
+        f"a rolling restart took {out['rolling_s']} s and failed {out['rolling_failed']} of "
+        f"{out['rolling_jobs']} jobs"
     )
     if options.json:
         print(json.dumps(out))

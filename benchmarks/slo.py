@@ -11,6 +11,8 @@ that of the pool's bottleneck, by stage times measured here in a busy pool. Each
 with the same few jobs of every class, so that every pool knows the costs. A job is on time if its
 system had finished it by its deadline.
 
+`--small` is another comparison: batches on and off, on small pictures (benchmarks/slo_small.py).
+
 Beside each stands the bound (benchmarks/bound.py): the most jobs that any schedule of the pool's
 denoiser could have finished in time, knowing all arrivals, by the measured stage times.
 """
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import slo_small
 from benchmarks.bound import bound
 from benchmarks.diffusers_loop import DiffusersLoop
 from benchmarks.fifo_diffusers import Fifo, fifo_diffusers
@@ -57,7 +60,8 @@ MEASURED_ROUNDS = 3
 # -- measuring -----------------------------------------------------------------------------
 
 
-def measure(kinds: Sequence[Kind], seed: int) -> Measured:
+def measure(kinds: Sequence[Kind], seed: int, settings: Settings | None = None) -> Measured:
+    """By plain diffusers, and in a pool of these settings, which run every job alone."""
     jobs = sample(kinds, MEASURED_ROUNDS, seed)
     params = params_of(jobs, seed)
     warm = params_of(kinds, seed + 1)
@@ -68,7 +72,7 @@ def measure(kinds: Sequence[Kind], seed: int) -> Measured:
     alone: dict[str, list[float]] = {}
     for kind, line in zip(jobs, lines, strict=True):
         alone.setdefault(kind.name, []).append(line["s"])
-    with running_pool(Settings(policy="fcfs")) as pool:
+    with running_pool(settings or Settings(policy="fcfs")) as pool:
         run_all(pool, warm, "warm")
         ran = list(run_all(pool, params, "measure").values())
     stage_s = medians([(kind.name, r.stage_s) for kind, r in zip(jobs, ran, strict=True)])
@@ -131,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mix", default="mixed", choices=sorted(MIXES))
     parser.add_argument("--repeat", type=int, default=1, help="runs of each system, taking turns")
     parser.add_argument("--out", type=Path, help="every job of every run, as JSON lines")
+    parser.add_argument("--small", action="store_true", help="batches on and off, 64 and 128 px")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.systems = options.systems.split(",")
@@ -142,6 +147,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if options.small:
+        small(options)
+        return
     kinds = MIXES[options.mix]
     say("measuring what jobs take: plain diffusers, then the pool")
     measured = measure(kinds, options.seed)
@@ -165,6 +173,34 @@ def main() -> None:
         print(json.dumps(found[0] if len(found) == 1 else {"loads": found}))
     else:
         print("\n\n".join(table(out) for out in found))
+
+
+def small(options: argparse.Namespace) -> None:
+    """Both pools and every load, one after the other."""
+    kinds = slo_small.KINDS
+    say("measuring what jobs take: plain diffusers, then a pool without batches")
+    measured = measure(kinds, options.seed, slo_small.settings_of(slo_small.OFF, "fcfs"))
+    found = []
+    for load in options.load:
+        plan = plan_of(kinds, measured, load, options.jobs, options.seed)
+        runs: dict[str, list[tuple[Run, float]]] = {slo_small.OFF: [], slo_small.ON: []}
+        for _ in range(options.repeat):
+            for batch, of in runs.items():
+                of.append(slo_small.run_small(batch, plan.trace, plan.params, options.seed))
+                share = summary(of[-1][0].outcome.jobs.values(), of[-1][0].outcome.ended_s)
+                say(f"{load} batch {batch}: {100 * share['on_time']:.1f} % on time")
+        found.append(
+            {
+                "benchmark": "slo_small", "load": load, "jobs": options.jobs,
+                "seed": options.seed, "repeat": options.repeat,
+                "arrivals_s": plan.trace[-1].arrival_s, "classes": describe(kinds, measured),
+                **slo_small.compared(runs, plan.trace, measured),
+            }
+        )  # fmt: skip
+    if options.json:
+        print(json.dumps(found[0] if len(found) == 1 else {"loads": found}))
+    else:
+        print("\n\n".join(slo_small.table(out) for out in found))
 
 
 def result(

@@ -20,9 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -41,6 +38,7 @@ from common.client import (
     new_id,
     write_whole,
 )
+from common.connect import async_pool
 from common.errors import JobRefused
 from common.job import Result
 from common.keys import Keys
@@ -57,13 +55,7 @@ class AsyncClient:
         self, url: str = DEFAULT_URL, prefix: str = "sw:", patience: float = PATIENCE_S
     ) -> None:
         self.url, self.keys, self.patience = url, Keys(prefix), patience
-        self._pool: redis.asyncio.ConnectionPool = redis.asyncio.ConnectionPool.from_url(
-            url,
-            socket_timeout=None,  # asyncio.timeout in _round_trip
-            socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        self._pool = async_pool(url, None, CONNECT_S)  # asyncio.timeout in _round_trip
 
     # -- pushing -------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.checks import InvalidRequest
-from common.errors import ResultExpired, UnknownJob, WaitTimeout
+from common.errors import JobLost, ResultExpired, UnknownJob, WaitTimeout
 from common.job import Result
 from common.keys import Keys
 from common.messages import pack
-from common.push import ID, MAX_PUSH_BYTES, content_of, id_of
+from common.push import ID, MAX_PUSH_BYTES, TRACEPARENT, content_of, id_of
 from common.record import GOES_ON, JobEvent, JobRecord, WorkerRecord, in_queue_order
 
 # A lost connection shows within this; see common.connect.
@@ -75,7 +75,12 @@ def typed_push(job: str, params: Mapping[str, Any]) -> Push:
             pack(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(name, f"cannot be sent: {error}") from error
-    return _checked(Push(job, {b"payload": pack(dict(sorted(params.items())))}))
+    content = dict(sorted(params.items()))
+    trace = content.pop("traceparent", None)  # beside the payload it is no part of the content
+    raw = {b"payload": pack(content)}
+    if isinstance(trace, str):
+        raw[TRACEPARENT] = trace.encode("utf-8", "replace")
+    return _checked(Push(job, raw))
 
 
 def text_push(job: str, fields: Mapping[str, str]) -> Push:
@@ -141,8 +146,18 @@ def look(keys: Keys, ticket: Ticket, result: bool = False) -> Plan[Sight]:
     if ticket.entry:
         if replies[-1]:
             return _pushed(ticket.id, *replies[-1][0])
-        raise UnknownJob(ticket.id)
+        raise JobLost(ticket.id)
     return (yield from _look_among_pushes(keys, ticket, result))
+
+
+def _look_again(keys: Keys, ticket: Ticket, was_seen: bool, result: bool = False) -> Plan[Sight]:
+    """As `look`, for one that waits. Raises JobLost if there was something to see before."""
+    try:
+        return (yield from look(keys, ticket, result))
+    except UnknownJob as error:
+        if was_seen:
+            raise JobLost(ticket.id) from error
+        raise
 
 
 def _look_among_pushes(keys: Keys, ticket: Ticket, result: bool) -> Plan[Sight]:
@@ -187,10 +202,12 @@ def wait(keys: Keys, ticket: Ticket, deadline: float | None) -> Plan[Result]:
     waited for only while the record says that it is not terminal.
     """
     last = dict.fromkeys(_streams(keys, ticket), "0")
+    was_seen = False
     while True:
-        found = _result_of((yield from look(keys, ticket, result=True)))
+        found = _result_of((yield from _look_again(keys, ticket, was_seen, result=True)))
         if found is not None:
             return found
+        was_seen = True
         news = False
         while not news:
             entries = yield from _read(last, _block_s(deadline, ticket.id))
@@ -215,9 +232,10 @@ def events(keys: Keys, ticket: Ticket, deadline: float | None, after: str = "0")
 
     `after` is the `entry` of an event, to go on behind it.
     """
-    own, last = "", {"": after}
+    own, last, was_seen = "", {"": after}, False
     while True:
-        sight = yield from look(keys, ticket)
+        sight = yield from _look_again(keys, ticket, was_seen)
+        was_seen = True
         if not sight.at:  # nobody has read the push: wait for a first event, then look again
             streams = dict.fromkeys(_streams(keys, ticket), "0")
             yield from _read(streams, _block_s(deadline, ticket.id))

@@ -22,15 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
 from common import asks
 from common.asks import Ask, Plan, Push, Ticket
+from common.connect import pool
 from common.errors import JobRefused, RedisAway, WaitTimeout
 from common.job import ErrorCode, JobStatus, OutputFile, Result
 from common.keys import Keys
@@ -60,13 +58,7 @@ class Client:
         self, url: str = DEFAULT_URL, prefix: str = "sw:", patience: float = PATIENCE_S
     ) -> None:
         self.url, self.keys, self.patience = url, Keys(prefix), patience
-        self._pool = redis.ConnectionPool.from_url(
-            url,
-            socket_timeout=CONNECT_S,  # replies: see _round_trip
-            socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        self._pool = pool(url, CONNECT_S, CONNECT_S)  # of replies: see _round_trip
 
     # -- pushing -------------------------------------------------------------------------
 

@@ -54,6 +54,18 @@ class UnknownJob(SlackwaterError):
         self.job = job
 
 
+class JobLost(UnknownJob):
+    """A job that was pushed, or seen, here, and of which Redis knows nothing any more."""
+
+    def __init__(self, job: str) -> None:
+        SlackwaterError.__init__(
+            self,
+            f"job {job!r} was here and is gone: Redis was emptied or lost its data (or the record "
+            "of a job that ended has expired); push it again",
+        )
+        self.job = job
+
+
 class ResultExpired(SlackwaterError):
     """The job ended, its record is there, its result or output is not any more."""
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from common.arena import SWEEP_MIN_AGE_S, Arena, ArenaError, Extent, owner_name
-from common.device_cache import DeviceCache
 from common.payload import ITEM_BYTES, Parcel, TensorSpec, WarmBuffers, assemble, digest, lay_out
 from common.spill import PIECE_BYTES, TTL_S, Spill, SpillFull
 
-__all__ = ["DeviceCache", "Handle", "HandleError", "HandleStore", "Parcel", "TensorSpec"]
+__all__ = ["Handle", "HandleError", "HandleStore", "Parcel", "TensorSpec"]
 
 WHERES = ("device", "cuda_ipc", "arena", "redis", "inline")
 # Above this a state has no business in a task message, which must stay under 8 kB for all rows.

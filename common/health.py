@@ -1,4 +1,4 @@
-"""`python -m common.health coordinator|encode|denoise|decode|gateway`: does it make progress?
+"""`python -m common.health coordinator|encode|denoise|decode|gateway|celery`: does it get on?
 
 One line that says why, and exit 0 or 1. A process that is there and gets nothing done is not
 healthy: a worker must renew its lease and move its task on, a coordinator must keep the lead
@@ -15,15 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
+from common.connect import plain
 from common.keys import Keys
 from common.settings import Settings, from_command_line
 
-COORDINATOR, GATEWAY = "coordinator", "gateway"
+COORDINATOR, GATEWAY, CELERY = "coordinator", "gateway", "celery"
 STAGES = ("encode", "denoise", "decode")
 # Under the time-out of a health check, so that the line still says what was wrong.
 REDIS_TIMEOUT_S = 3.0
@@ -183,6 +181,21 @@ def check_gateway(settings: Settings) -> str:
     return f"answers on port {settings.http_port}"
 
 
+# -- the Celery side ------------------------------------------------------------------------
+
+
+def check_celery(db: Any, keys: Keys) -> str:
+    """Healthy if the outbox is read. How long receivers of webhooks keep us waiting is theirs.
+    Raises Sick."""
+    if not db.exists(keys.sender):
+        raise Sick("nobody reads the outbox: no sender holds the lease")
+    age_s = _oldest_age(db, keys.outbox, _now(db))
+    if age_s > LAG_S:
+        raise Sick(f"{keys.outbox} is not read: its oldest entry is {age_s:.1f} s old")
+    owed, tasks = db.zcard(keys.deliveries), db.hlen(keys.celery)
+    return f"the outbox is read, lag {age_s:.1f} s, {owed} deliveries owed, {tasks} tasks followed"
+
+
 # -- small things ---------------------------------------------------------------------------
 
 
@@ -206,21 +219,17 @@ def check(role: str, settings: Settings, db: Any = None) -> str:
     if role == GATEWAY:
         return check_gateway(settings)
     keys = Keys(settings.prefix)
-    db = db or redis.Redis.from_url(
-        settings.redis_url,
-        socket_timeout=REDIS_TIMEOUT_S,
-        socket_connect_timeout=REDIS_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
+    db = db or plain(settings.redis_url, REDIS_TIMEOUT_S, REDIS_TIMEOUT_S)
     if role == COORDINATOR:
         return check_coordinator(db, keys)
+    if role == CELERY:
+        return check_celery(db, keys)
     return check_worker(db, keys, role, settings.host, settings.worker_lease_s)
 
 
 def main(arguments: list[str] | None = None) -> int:
     role, *flags = (sys.argv[1:] if arguments is None else arguments) or [""]
-    roles = (COORDINATOR, GATEWAY, *STAGES)
+    roles = (COORDINATOR, GATEWAY, CELERY, *STAGES)
     if role not in roles:
         print(f"usage: python -m common.health {'|'.join(roles)} [--redis-url …]")
         return 2  # Docker takes every status but 0 for unhealthy

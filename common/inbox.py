@@ -49,12 +49,18 @@ class Outage:
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self.times = 0
         self._since: float | None = None
         self._pause = 0.05
+
+    @property
+    def goes_on(self) -> bool:
+        return self._since is not None
 
     def failed(self, error: Exception, stop: threading.Event) -> None:
         if self._since is None:
             self._since = time.monotonic()
+            self.times += 1
             log.warning("%s: Redis is away (%s); trying again", self._what, error)
         stop.wait(self._pause)
         self._pause = min(2.0, self._pause * 2)
@@ -140,17 +146,18 @@ class Inbox(threading.Thread):
             self._drain()
         if kind != b"task":
             return False
-        pending = self._pending(entry, fields[b"body"])
+        pending = self._pending(entry, fields[b"body"], fields.get(b"seq", b""))
         with self._news:
             self._tasks.append(pending)
             self._news.notify()
         return True
 
-    def _pending(self, entry: str, body: bytes) -> Pending:
+    def _pending(self, entry: str, body: bytes, told: bytes) -> Pending:
+        """`told` is the task's seq beside its body, which may be no message at all."""
         try:
             pending = Pending(entry, *unpack_task(body))
         except (MessageError, HandleError) as error:
-            seq = seq_of(body)
+            seq = int(told) if told.isdigit() else seq_of(body)
             salvaged = self._salvage(entry, seq, error) if seq else None
             if salvaged is None:
                 raise
@@ -192,13 +199,16 @@ class Pulse(threading.Thread):
         beat: Callable[[], None],
         tell: Callable[[int, dict[str, int]], None],
         every_s: float,
+        show: Callable[[], None] = lambda: None,
     ) -> None:
+        """`show` sends previews that were handed over, after a `wake`."""
         super().__init__(name="pulse", daemon=True)
-        self._beat, self._tell, self._every_s = beat, tell, every_s
+        self._beat, self._tell, self._every_s, self._show = beat, tell, every_s, show
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._progress: tuple[int, dict[str, int]] | None = None
         self._motion = Motion(0, 0, time.monotonic())
+        self.outage = Outage("pulse")
 
     def progress(self, seq: int, steps: dict[str, int]) -> None:
         """Steps reached by each job of task `seq`; only the latest is told."""
@@ -229,7 +239,7 @@ class Pulse(threading.Thread):
         return f"{now.seq} {now.steps} {round(1000 * still_s)}"
 
     def run(self) -> None:
-        outage, beaten = Outage("pulse"), float("-inf")
+        outage, beaten = self.outage, float("-inf")
         while not self._stopping.is_set():
             try:
                 now = time.monotonic()
@@ -239,6 +249,7 @@ class Pulse(threading.Thread):
                 latest, self._progress = self._progress, None
                 if latest is not None:
                     self._tell(*latest)
+                self._show()
                 outage.over()
             except (RedisError, OSError) as error:
                 outage.failed(error, self._stopping)
@@ -246,6 +257,9 @@ class Pulse(threading.Thread):
             self._stopping.wait(PROGRESS_S)
             self._wake.wait(max(0.0, beaten + self._every_s - time.monotonic()))
             self._wake.clear()
+
+    def wake(self) -> None:
+        self._wake.set()
 
     def stop(self) -> None:
         self._stopping.set()

@@ -74,6 +74,9 @@ class JobSpec:
     min_steps: int = 0  # on_late degrade: the fewest steps it may be cut to
     queue_timeout_s: float | None = None  # from its arrival until a task of it begins
     run_timeout_s: float | None = None  # that ranks may work on it in all
+    callback_url: str = ""  # who is told of its end
+    upload_url: str = ""  # where its files are copied to
+    traceparent: str = ""  # the span of whoever pushed it, if they trace
 
     def to_wire(self) -> bytes:
         return pack(
@@ -94,6 +97,9 @@ class JobSpec:
                 self.min_steps,
                 self.queue_timeout_s,
                 self.run_timeout_s,
+                self.callback_url,
+                self.upload_url,
+                self.traceparent,
             ]
         )
 

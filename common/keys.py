@@ -32,8 +32,18 @@ class Keys:
 
     @property
     def outbox(self) -> str:
-        """stream: ends of jobs that somebody outside asked to be told of."""
+        """stream: ends of jobs that somebody outside asked to be told of; read by the sender."""
         return self.prefix + "outbox"
+
+    @property
+    def celery(self) -> str:
+        """hash: tasks that came by Celery and were not told their end -> entry and context."""
+        return self.prefix + "celery"
+
+    @property
+    def deliveries(self) -> str:
+        """sorted set: webhooks and uploads that are still owed, by when to try them (ms)."""
+        return self.prefix + "deliveries"
 
     @property
     def dead(self) -> str:
@@ -91,6 +101,15 @@ class Keys:
         """string: the leading coordinator's nonce; expires with its lease."""
         return self.prefix + "leader"
 
+    @property
+    def sender(self) -> str:
+        """string: the nonce of the process that reads the outbox; expires with its lease."""
+        return self.prefix + "sender"
+
+    def delivery(self, name: str) -> str:
+        """hash with a TTL: one webhook or upload that is owed, or that was given up."""
+        return f"{self.prefix}delivery:{name}"
+
     def worker(self, name: str) -> str:
         """hash: stage, models, host, pid, …; expires with the worker's lease."""
         return f"{self.prefix}worker:{name}"
@@ -102,6 +121,11 @@ class Keys:
     def task(self, seq: int) -> str:
         """hash: the record of one dispatch; with a TTL, since its job may end before it does."""
         return f"{self.prefix}task:{seq}"
+
+    @property
+    def janitor(self) -> str:
+        """hash: what was swept so far, by kind, and when last; expires when nobody sweeps."""
+        return self.prefix + "janitor"
 
     @property
     def timeline(self) -> str:
@@ -132,6 +156,14 @@ class Keys:
         """string with a TTL: the n-th file's bytes before finish moved them."""
         return f"{self.prefix}staged:{job}:{seq}:{n}"
 
+    def preview(self, job: str) -> str:
+        """hash with a TTL: a small picture of what a running job has come to, and at which step."""
+        return f"{self.prefix}preview:{job}"
+
+    def movie(self, job: str, n: int) -> str:
+        """string with a TTL: the n-th file as MP4, made by a side job."""
+        return f"{self.prefix}movie:{job}:{n}"
+
     def pushed_by(self, caller: str) -> str:
         """hash with a TTL: job -> entry, jobs that an API key pushed and that count for it."""
         return f"{self.prefix}pushed:{caller}"
@@ -153,6 +185,8 @@ class Keys:
                 self.cancel,
                 self.reports,
                 self.outbox,
+                self.celery,
+                self.deliveries,
                 self.dead,
                 self.seq,
                 self.active,

@@ -8,6 +8,7 @@ A task message stays under 8 kB: tensors travel by handle, long prompts by the t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import msgpack
@@ -48,6 +49,8 @@ class TaskRow:
     exact: bool
     params: bytes  # msgpack map; empty when it stands in the trajectory only
     handles: bytes  # msgpack map part -> Handle.to_wire()
+    latest_s: float = inf  # see common.stage.Row
+    traceparent: str = ""
 
 
 def pack_task(
@@ -68,7 +71,17 @@ def _task_body(
     with_params: bool,
 ) -> bytes:
     wire = [
-        [r.job, r.start, r.stop, r.exact, r.params if with_params else b"", r.handles] for r in rows
+        [
+            r.job,
+            r.start,
+            r.stop,
+            r.exact,
+            r.params if with_params else b"",
+            r.handles,
+            r.latest_s,
+            *([r.traceparent] if r.traceparent else ()),  # earlier workers know no such field
+        ]
+        for r in rows
     ]
     return pack([VERSION, seq, stage, model, list(members), wire])
 
@@ -92,6 +105,8 @@ def unpack_task(data: bytes) -> tuple[Task, list[TaskRow]]:
                 start=r.start,
                 stop=r.stop,
                 exact=r.exact,
+                latest_s=r.latest_s,
+                traceparent=r.traceparent,
             )
             for r in raw
         )

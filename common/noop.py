@@ -25,27 +25,32 @@ NAP_S = 0.05
 class NoopCosts:
     """What the timed device takes, in seconds; `token_s` is added per image token and step.
 
-    `video` declares a model of videos, for clients of such where none is loaded.
+    `state_kb` is what a job's state has beside its chain, which alone is so small that it travels
+    in the handle and needs no arena. `video` declares a model of videos, for clients of such where
+    none is loaded.
     """
 
     encode_s: float = 0.0
     step_s: float = 0.0
     decode_s: float = 0.0
     token_s: float = 0.0
+    state_kb: int = 0
     video: bool = False
 
     @classmethod
     def parse(cls, text: str) -> NoopCosts:
-        """ "encode_ms=5,step_ms=50,decode_ms=20,token_ms=0.1,video=1"; "0" for no time at all."""
+        """ "encode_ms=5,step_ms=50,decode_ms=20,token_ms=0.1,state_kb=64,video=1"; "0" for no time
+        at all."""
         if text in ("", "0"):
             return cls()
         values = dict(part.split("=", 1) for part in text.split(","))
         video = values.pop("video", "0") == "1"
+        state_kb = int(values.pop("state_kb", "0"))
         known = {"encode_ms", "step_ms", "decode_ms", "token_ms"}
         if not set(values) <= known:
             raise ValueError(f"noop: {', '.join(set(values) - known)} unknown; there are {known}")
         seconds = {k.replace("_ms", "_s"): float(v) / 1000 for k, v in values.items()}
-        return cls(**seconds, video=video)
+        return cls(**seconds, state_kb=state_kb, video=video)
 
 
 TOKEN_PX = 16
@@ -156,7 +161,13 @@ class NoopStage:
             seconds -= NAP_S
 
     def _write(self, row: Row, seq: int, digest: bytes) -> dict[str, Handle]:
-        parcel = Parcel({"chain": ("uint8", (len(digest),), digest)}, b"")
+        padding = bytes(1024 * self._costs.state_kb)
+        tensors: dict[str, tuple[str, tuple[int, ...], Any]] = {
+            "chain": ("uint8", (len(digest),), digest)
+        }
+        if padding:
+            tensors["padding"] = ("uint8", (len(padding),), padding)
+        parcel = Parcel(tensors, b"")
         return {"latents": self._store.put(row.job, seq, "latents", parcel)}
 
     def _read(self, row: Row) -> bytes:

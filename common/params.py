@@ -15,7 +15,10 @@ from typing import Any
 
 from common.checks import InvalidRequest, Schema, check
 from common.job import JobSpec
+from common.outgoing import Allowed
 from common.push import Push, arrival_of
+from common.traceparent import MOST_CHARS, Parent
+from common.uploads import Prefixes
 
 MAX_SEED = 2**63 - 1
 
@@ -32,6 +35,9 @@ COMMON: dict[str, Schema] = {
     "run_timeout_ms": {"type": "float", "nullable": True, "above": 0, "max": 30 * 86_400_000},
     "exact": {"type": "bool", "nullable": True},
     "user": {"type": "str", "default": "", "max_length": 256},
+    "callback_url": {"type": "str", "nullable": True, "max_length": 2048},
+    "upload_url": {"type": "str", "nullable": True, "max_length": 1024},
+    "traceparent": {"type": "str", "default": "", "max_length": MOST_CHARS},
 }
 OUTPUT: dict[str, Schema] = {
     "n": {"type": "int", "default": 1, "min": 1, "max": 10},
@@ -46,13 +52,17 @@ ALIASES = {
     "steps": "num_inference_steps",
 }
 
+NO_HOSTS, NO_PREFIXES = Allowed((), ()), Prefixes()
+
 
 @dataclass(frozen=True, slots=True)
 class PoolDefaults:
-    """Settings of the pool that a job may override."""
+    """Settings of the pool that a job may override, and what bounds it."""
 
     exact: bool = True
     model: str = ""
+    outgoing: Allowed = NO_HOSTS  # where webhooks may go
+    uploads: Prefixes = NO_PREFIXES  # where files may go
 
 
 def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDefaults) -> JobSpec:
@@ -89,6 +99,14 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
     _check_limits(params, limits, schema)
     notes += _cfg_notes(params, given, manifest)
     _check_degrade(common, params, given)
+    if common["callback_url"] is not None:
+        pool.outgoing.listed(common["callback_url"])
+    if common["upload_url"] is not None:
+        pool.uploads.check(common["upload_url"])
+    if common["traceparent"] and Parent.of(common["traceparent"]) is None:
+        raise InvalidRequest(
+            "traceparent", "is none of W3C Trace Context; 00-{32 hex}-{16 hex}-01 is one"
+        )
     if params["seed"] is None:
         params["seed"] = secrets.randbelow(2**32)
 
@@ -115,6 +133,9 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
         min_steps=common["min_inference_steps"] or 0,
         queue_timeout_s=_seconds(common["queue_timeout_ms"]),
         run_timeout_s=_seconds(common["run_timeout_ms"]),
+        callback_url=common["callback_url"] or "",
+        upload_url=common["upload_url"] or "",
+        traceparent=common["traceparent"],
     )
 
 

@@ -15,6 +15,8 @@ from common.messages import MessageError, pack, unpack
 # What XADD may carry in all: enough for the longest prompt a model takes, twice.
 MAX_PUSH_BYTES = 256 * 1024
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+TRACEPARENT = b"traceparent"
+BESIDE = (b"payload", b"id", TRACEPARENT)  # what may stand beside a payload
 # An id of this form is given by Redis only: somebody's push will have it one day.
 ENTRY = re.compile(r"\d+-\d+")
 
@@ -38,7 +40,7 @@ def read_push(entry: str, raw: Mapping[bytes, bytes]) -> Push:
         fields = _read_payload(raw[b"payload"])
         if "id" in fields and b"id" in raw:
             raise InvalidRequest("id", "given beside the payload and inside it; give it once")
-        extra = sorted(k.decode("utf-8", "replace") for k in raw if k not in (b"payload", b"id"))
+        extra = sorted(k.decode("utf-8", "replace") for k in raw if k not in BESIDE)
         if extra:
             raise InvalidRequest(
                 extra[0], "stands beside a payload; put it inside, or drop the payload"
@@ -74,8 +76,9 @@ def id_of(entry: str, raw: Mapping[bytes, bytes]) -> str:
 
 
 def content_of(raw: Mapping[bytes, bytes]) -> str:
-    """Hash of what was pushed, whatever the order of its fields, without the id."""
-    items = sorted((k, v) for k, v in raw.items() if k != b"id")
+    """Hash of what was pushed, whatever the order of its fields, without the id and the trace:
+    a push that is sent again is another span."""
+    items = sorted((k, v) for k, v in raw.items() if k not in (b"id", TRACEPARENT))
     return hashlib.sha256(pack([[k, v] for k, v in items])).hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.messages import ReportRow, pack, pack_handles
@@ -15,6 +16,8 @@ from common.stage import DECODE, DENOISE, ENCODE, Outcome, Row, Task
 ERROR_CHARS = 500
 # What a dead letter keeps of a traceback: its end, where the cause stands.
 TRACE_CHARS = 4000
+# Redis ends the connection that sends it a longer string (proto-max-bulk-len), and would again.
+MOST_FILE_BYTES = 512 << 20
 
 RowArgs = tuple[str, int, int, str, bytes, bytes, float, str, str]
 
@@ -76,6 +79,18 @@ def args_of(row: ReportRow, outcome: Outcome, steps_of_job: Mapping[str, int]) -
     )  # fmt: skip
 
 
+def deliverable(outcome: Outcome) -> Outcome:
+    """`outcome`, or that its row failed where a file of it cannot be left in Redis."""
+    most = max((len(output.content) for output in outcome.outputs), default=0)
+    if most <= MOST_FILE_BYTES:
+        return outcome
+    error = (
+        f"its file has {most} bytes; Redis takes {MOST_FILE_BYTES} at most: ask for a smaller "
+        "size, fewer frames or another output_format"
+    )
+    return replace(outcome, outputs=[], error_code="storage_full", error=error)
+
+
 def _next_stage(stage: str, outcome: Outcome, params: dict[str, Any]) -> str:
     if not outcome.done:
         return stage
@@ -99,8 +114,9 @@ def failed(row: Row, error: BaseException) -> Outcome:
     """The outcome of a row whose task raised `error`."""
     what = "".join(traceback.format_exception_only(error)).strip()
     code = "stage_error"
-    if getattr(error, "kind", "") in ("lost", "corrupt"):
-        code = "state_lost"
+    kind = getattr(error, "kind", "")
+    if kind in ("lost", "corrupt", "full"):
+        code = "storage_full" if kind == "full" else "state_lost"
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         code = "out_of_memory"
     trace = "".join(traceback.format_exception(error))

@@ -229,7 +229,7 @@ class Transitions:
         return Call(
             "finish",
             (k.leader, k.active, k.outbox, k.trajectory(job), k.job(job), k.result(job),
-             k.events(job), k.dead, *moves,
+             k.events(job), k.dead, k.celery, *moves,
              *(key for w in free_by for key in (k.worker(w), k.tasks(w)))),
             (self.nonce, job, status, result, ms(now), ms(t.job_s), ms(t.output_s),
              ms(t.result_s), code, error, outbox, str(len(staged)),
@@ -271,6 +271,27 @@ class Transitions:
         """Anybody may ask; no nonce."""
         return Call("drain", (self.keys.worker(worker), self.keys.tasks(worker)), ())
 
+    # -- the janitor's: safe at any moment, so no nonce ----------------------------------
+
+    def sweep(self, key: str, job: str, act: bool) -> Call:
+        return Call("sweep", (self.keys.active, key, self.keys.trajectory(job)), (str(int(act)),))
+
+    def lapse(
+        self, key: str, ttl_s: float, act: bool, jobs: Sequence[str] = (),
+        workers: Sequence[str] = (),
+    ) -> Call:  # fmt: skip
+        """`jobs` and `workers` need the key while they are there."""
+        needed_by = [*map(self.keys.trajectory, jobs), *map(self.keys.worker, workers)]
+        return Call("lapse", (key, *needed_by), (ms(ttl_s), str(int(act))))
+
+    def bury(self, job: str, result: bytes, code: str, error: str, now: float, act: bool) -> Call:
+        k, t = self.keys, self.ttls
+        return Call(
+            "bury",
+            (k.active, k.trajectory(job), k.job(job), k.result(job), k.events(job)),
+            (job, str(int(act)), result, ms(now), ms(t.job_s), ms(t.result_s), code, error),
+        )
+
     # -- the workers' --------------------------------------------------------------------
 
     def upload(self, job: str, seq: int, n: int, content: bytes) -> Call:
@@ -290,6 +311,13 @@ class Transitions:
     def trace(self, job: str, seq: int, trace: str) -> Call:
         """`trace`: why the job's task `seq` failed, for a dead letter."""
         return Call("trace", (self.keys.trajectory(job),), (str(seq), trace))
+
+    def preview(self, job: str, step: int, content: bytes, stay_s: float) -> Call:
+        """`content`: a small picture of a job that has not ended."""
+        k = self.keys
+        return Call(
+            "preview", (k.trajectory(job), k.preview(job)), (str(step), content, ms(stay_s))
+        )
 
     def leave(self, worker: str, tell: bool, why: str = "") -> Call:
         """`why`: what made a worker take itself out."""

@@ -41,7 +41,15 @@ class Settings(BaseSettings):
         protected_namespaces=(),
     )
 
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the pool's Redis is")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        repr=False,  # there may be a password in it
+        description="where the pool's Redis is; rediss:// with TLS, sentinel://host,host/name with "
+        "Sentinel; ?password_file=PATH keeps the password out of it",
+    )
+    redis_wait_replicas: int = Field(
+        0, ge=0, description="replicas that must have a push and an end before anything follows"
+    )
     prefix: str = Field("sw:", description="key prefix; on Redis Cluster a hash tag such as {sw}:")
     host: str = Field(
         default_factory=socket.gethostname,
@@ -51,7 +59,15 @@ class Settings(BaseSettings):
     # models and devices
     model: str = Field(str(BUNDLED_MODEL), description="diffusers model directory or hub id")
     model_name: str = Field("", description="name clients use; default: the directory's name")
-    device: str = Field("cpu", description="cpu, cuda, cuda:1, …")
+    device: str = Field(
+        "cpu",
+        description="cpu, cuda (a GPU of this host that no worker of the stage has), cuda:1, …",
+    )
+    gpu_lease: Literal["refuse", "wait", "off"] = Field(
+        "refuse",
+        description="device cuda where every GPU has its worker of the stage: refuse to start, "
+        "wait for one, or off: all take the first GPU",
+    )
     dtype: str = Field("float32", description="float32, bfloat16 or float16")
     threads: int = Field(1, ge=1, description="OpenMP threads a worker process (CPU)")
     attention: str = Field("auto", description="auto, or a name of diffusers' attention backends")
@@ -62,6 +78,11 @@ class Settings(BaseSettings):
     )
     tiled_decode: bool = Field(
         False, description="decode pictures larger than a tile in diffusers' tiles: less memory"
+    )
+    mixed_sizes: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="jobs of several sizes in one forward pass: on, off, or auto: where the "
+        "model's profile.json says that it pays",
     )
     noop: str = Field(
         "",
@@ -75,10 +96,20 @@ class Settings(BaseSettings):
     )
     arena_bytes: int = Field(256 * 2**20, ge=2**20, description="its size when first made")
     device_cache_bytes: int = Field(
-        512 * 2**20, ge=0, description="states a denoiser keeps at hand on its device"
+        512 * 2**20, ge=0, description="states a denoiser keeps at hand on its device, in blocks"
+    )
+    device_budget_bytes: int = Field(
+        0,
+        ge=0,
+        description="all that a denoiser may use of its device: weights, states and forward "
+        "passes; 0: no limit on CPUs, 92 % of a CUDA device",
     )
     embed_cache_bytes: int = Field(
         64 * 2**20, ge=0, description="embeddings an encoder keeps for repeated prompts"
+    )
+
+    previews: bool = Field(
+        True, description="denoisers leave small pictures of what running jobs have come to"
     )
 
     states: str = Field(
@@ -120,6 +151,9 @@ class Settings(BaseSettings):
         1000.0, gt=0, description="how often slack, queue_position and eta are brought up to date"
     )
     exact: bool = Field(True, description="jobs are exact unless they say otherwise")
+    batch: bool = Field(
+        True, description="jobs that are not exact share forward passes where that pays (slack)"
+    )
     default_model: str = Field(
         "", description="model of a job that names none, where several are served"
     )
@@ -155,6 +189,44 @@ class Settings(BaseSettings):
         True, description="a client that goes away while it waits for a picture cancels its job"
     )
 
+    # what it sends to
+    outgoing_hosts: str = Field(
+        "",
+        description="hosts that webhooks may go to: hooks.example.com, "
+        "*.example.com:8443, http://10.0.0.5:8080; networks such as 10.0.0.0/16 count as public "
+        "then; none: nothing is sent",
+    )
+
+    webhook_secret: str = Field(
+        "",
+        repr=False,
+        description="signs webhooks: whsec_ and base64; several with spaces between, to change it; "
+        "@FILE reads a file",
+    )
+    webhook_retry_s: float = Field(
+        5.0, gt=0, description="pause after a delivery's first failure; it triples, up to 2 hours"
+    )
+    webhook_give_up_s: float = Field(
+        259_200, gt=0, le=1_296_000, description="how long a delivery is tried again"
+    )
+    upload_prefixes: str = Field(
+        "",
+        description="URLs below which jobs may have their files copied: s3://bucket/out, "
+        "file:///srv/out; none: nowhere",
+    )
+
+    # Celery
+    celery_url: str = Field(
+        "",
+        repr=False,  # there may be a password in it
+        description="broker and result backend of the Celery programs that send jobs; default: "
+        "redis_url",
+    )
+    celery_queue: str = Field("slackwater", description="the queue they send jobs to")
+    celery_key_prefix: str = Field(
+        "", description="the global_keyprefix that they have set, if they have"
+    )
+
     # leases and lives
     leader_lease_s: float = Field(
         3.0, gt=0, description="a coordinator silent this long loses the lead"
@@ -184,6 +256,35 @@ class Settings(BaseSettings):
         20_000, ge=0, description="tasks that `slackwater timeline` can look back on; 0: none"
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING")
+    log_format: Literal["human", "json"] = Field(
+        "human", description="human: lines to read; json: an object a line, for a log store"
+    )
+
+    # what it tells of itself
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="where a service tells Prometheus its figures: the first free port from this "
+        "one on; 0: nowhere",
+    )
+    metrics_host: str = Field("127.0.0.1", description="address of that port")
+    http_metrics: Literal["key", "open", "off"] = Field(
+        "key",
+        description="the gateway's own /metrics: key: as all its paths, open: without an API key, "
+        "off: not there",
+    )
+    otel_endpoint: str = Field(
+        "",
+        description="where traces go by OTLP over HTTP, such as http://collector:4318; default: "
+        "what OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere",
+    )
+    otel_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the jobs that are traced if their client says nothing",
+    )
 
     def http_address(self) -> tuple[str, int]:
         """Where the gateway is reached from its own machine."""

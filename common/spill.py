@@ -21,7 +21,7 @@ TTL_S = 86_400.0
 # Hold a state a second time.
 # KEYS  1 state hash   ARGV  1 a claim field   2 the new claim field   3 its job   4 ttl (ms) or 0
 # Reply 1, or 0 if the first claim is gone.
-_SHARE = """
+SHARE = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 if ARGV[4] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[4]) end
@@ -31,7 +31,7 @@ return 1
 # Give a claim back, and the state with its last one.
 # KEYS  1 state hash   ARGV  1 the claim field
 # Reply 1, or 0 if the claim was gone already. The first write is a delete.
-_FREE = """
+FREE = """
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
   if string.sub(field, 1, 2) == 'c:' then return 1 end
@@ -57,8 +57,8 @@ class Spill:
             raise ValueError(f"piece_bytes must be positive, got {piece_bytes}")
         self._redis, self._prefix, self._piece = redis, prefix, piece_bytes
         self._ttl_ms = round(ttl_s * 1000) if ttl_s else 0
-        self._share = redis.register_script(_SHARE)
-        self._free = redis.register_script(_FREE)
+        self._share = redis.register_script(SHARE)
+        self._free = redis.register_script(FREE)
 
     def put(self, job: str, seq: int, part: str, payload: memoryview) -> dict[str, Any]:
         """Write `payload`; its location. A death on the way leaves pieces with a TTL."""

@@ -8,8 +8,10 @@ out. A stage never talks to Redis about tasks, and the loop never touches a tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from math import inf
+from typing import Any, Protocol, runtime_checkable
 
 from common.handles import Handle
 
@@ -24,6 +26,8 @@ class Row:
     `params` are the effective parameters (manifest names, every default filled in),
     `handles` what earlier tasks left behind by part name ("embeds", "prepared", "latents").
     `start`/`stop` are denoising steps, stop exclusive; 0/0 outside the denoise stage.
+    `latest_s` (since the epoch) is when what is left after this task must begin, to be in time;
+    infinite for a job that cannot be: what is kept for it may go first.
     """
 
     job: str
@@ -32,6 +36,8 @@ class Row:
     start: int = 0
     stop: int = 0
     exact: bool = True
+    latest_s: float = inf
+    traceparent: str = ""  # its client's span, for the worker's traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,20 @@ class Control(Protocol):
 
     def has_left(self, job: str) -> bool:
         """True once `job` has ended, though the task goes on with those beside it."""
+        ...
+
+
+@runtime_checkable
+class Showing(Control, Protocol):
+    """A Control that also takes previews: small pictures of what a job has come to."""
+
+    def wants_preview(self, job: str) -> bool:
+        """False while the job's last one is fresh, so that none need be made."""
+        ...
+
+    def preview(self, job: str, step: int, encode: Callable[[], bytes]) -> None:
+        """Take one of `job` after `step` steps; `encode` makes the file, on another thread. Never
+        blocks."""
         ...
 
 

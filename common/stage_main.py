@@ -8,13 +8,16 @@ from common import health
 from common.arena import Arena, owner_name
 from common.connect import blocking, writing
 from common.fitness import EXIT_UNFIT
+from common.gpu_lease import NoGpu, claim
 from common.handles import HandleStore
 from common.keys import Keys
 from common.logs import set_up
+from common.metrics.stage import Observed
 from common.noop import NoopCosts, NoopStage
 from common.scripts import text
 from common.settings import Settings, from_command_line, single_threaded, ttls_of
 from common.stage import DENOISE, ENCODE, Stage
+from common.tracing import NoTracing
 from common.worker import Identity, Worker
 
 # States this small travel in the handle; twelve rows of them still fit a task message.
@@ -28,7 +31,9 @@ def serve(kind: str, settings: Settings) -> None:
     """
     redis, keys = writing(settings.redis_url), Keys(settings.prefix)
     arena = Arena.open(settings.arena_path, settings.arena_bytes)
-    store = HandleStore(
+    who = Identity.new(kind, settings.served_name(), settings.host, settings.device)
+    observed = Observed(settings, kind, who.name)
+    store = observed.store(
         settings.host,
         arena=arena,
         redis=redis,
@@ -36,6 +41,8 @@ def serve(kind: str, settings: Settings) -> None:
         inline_bytes=INLINE_BYTES,
         prefer=settings.states,
     )
+    # Before torch is imported. Held until this process ends.
+    gpu = claim(kind, settings.device, settings.arena_path, settings.gpu_lease)
     stage = make_stage(kind, settings, store)
     worker = Worker(
         lambda: blocking(settings.redis_url),
@@ -43,18 +50,25 @@ def serve(kind: str, settings: Settings) -> None:
         keys,
         ttls_of(settings),
         stage,
-        Identity.new(kind, settings.served_name(), settings.host, settings.device),
+        who,
         lease_s=settings.worker_lease_s,
-        counts=lambda: {**store.counts, **stage.counts()},
+        counts=lambda: {**store.counts, **_room(arena), **stage.counts()},
         sweep=lambda: _sweep(redis, keys, store),
         connect_pulse=lambda: writing(settings.redis_url, settings.worker_lease_s / 3),
+        previews=settings.previews,
+        watchers=observed.watchers,
+        metrics=observed.address,
     )
+    observed.show(worker, arena, store.counts, stage.counts)
     health.announce(kind, worker.who.name)
     worker.drain_on_sigterm()
     try:
         worker.run()
     finally:
+        observed.close()
         arena.close()
+        if gpu is not None:
+            gpu.free()
     if worker.unfit:
         raise SystemExit(EXIT_UNFIT)
 
@@ -68,6 +82,9 @@ def make_stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
 
     cache = {ENCODE: settings.embed_cache_bytes, DENOISE: settings.device_cache_bytes}
     extra: dict[str, Any] = {"cache_bytes": cache[kind]} if kind in cache else {}
+    if kind == DENOISE:
+        extra["budget_bytes"] = settings.device_budget_bytes
+        extra["mixed_sizes"] = settings.mixed_sizes
     return build_stage(
         kind,
         settings.model,
@@ -83,6 +100,12 @@ def make_stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
     )
 
 
+def _room(arena: Arena) -> dict[str, int]:
+    """The host's arena, for the worker's record."""
+    stats = arena.stats()
+    return {"arena_used_bytes": stats.used_bytes, "arena_bytes": stats.size_bytes}
+
+
 def _sweep(redis: Any, keys: Keys, store: HandleStore) -> int:
     """Free arena blocks of jobs that have ended: only a process that died leaves any."""
     active = {owner_name(text(job)) for job in redis.smembers(keys.active)}
@@ -92,5 +115,10 @@ def _sweep(redis: Any, keys: Keys, store: HandleStore) -> int:
 def main(kind: str, prog: str) -> None:
     single_threaded()
     settings = from_command_line(f"python -m {prog}")
-    set_up(settings.log_level)
-    serve(kind, settings)
+    set_up(settings.log_level, settings.log_format)
+    try:
+        serve(kind, settings)
+    except NoTracing as why:
+        raise SystemExit(str(why)) from None
+    except NoGpu as why:
+        raise SystemExit(f"no GPU for this worker: {why}") from None

@@ -21,13 +21,15 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from common.clock import Clock, redis_clock
+from common.clock import Clock, patient_clock
 from common.fitness import Fitness
 from common.handles import Handle
 from common.inbox import Inbox, Outage, Pending, Pulse
 from common.keys import Keys
 from common.messages import Report, pack_report
-from common.reporting import args_of, before_report, failed, rows_of, steps_of
+from common.previews import STAY_S, Previews
+from common.ran import Ran, Watcher, tell
+from common.reporting import args_of, before_report, deliverable, failed, rows_of, steps_of
 from common.scripts import Call, Scripts, Transitions, Ttls, ms, text
 from common.stage import Outcome, Stage, Task
 from common.states import States
@@ -57,10 +59,18 @@ class Identity:
 
 
 class Chunk:
-    """The running task, as its stage sees it (common.stage.Control)."""
+    """The running task, as its stage sees it (common.stage.Showing)."""
 
-    def __init__(self, seq: int, inbox: Inbox, pulse: Pulse, draining: threading.Event) -> None:
+    def __init__(
+        self,
+        seq: int,
+        inbox: Inbox,
+        pulse: Pulse,
+        draining: threading.Event,
+        previews: Previews,
+    ) -> None:
         self._seq, self._inbox, self._pulse, self._draining = seq, inbox, pulse, draining
+        self._previews = previews
         self._steps: dict[str, int] = {}
 
     def should_stop(self) -> bool:
@@ -72,6 +82,12 @@ class Chunk:
     def progress(self, job: str, step: int) -> None:
         self._steps = {**self._steps, job: step}
         self._pulse.progress(self._seq, self._steps)
+
+    def wants_preview(self, job: str) -> bool:
+        return self._previews.wanted(job)
+
+    def preview(self, job: str, step: int, encode: Callable[[], bytes]) -> None:
+        self._previews.hand_over(job, step, encode)
 
 
 class Worker:
@@ -89,18 +105,23 @@ class Worker:
         counts: Callable[[], Mapping[str, int]] = dict,
         sweep: Callable[[], int] = int,
         connect_pulse: Callable[[], Any] | None = None,
+        previews: bool = False,
+        watchers: Sequence[Watcher] = (),
+        metrics: str = "",
     ) -> None:
         """`connect_pulse` makes the heartbeats' own connection: one that gives up in time to renew
         the lease by another. `stager` reads states and frees handles beside the running task: one
         thread if None. `counts` are published with every heartbeat; `sweep` frees what dead
-        processes left in the host's arena and is called once a minute.
+        processes left in the host's arena and is called once a minute. `previews`: the stage may
+        leave small pictures of running jobs. `watchers` are told of each task; `metrics` is where
+        this process' figures are, for its record.
         """
         self.who, self.stage, self.keys, self.lease_s = who, stage, keys, lease_s
         self._connect_pulse = connect_pulse or connect
         self._redis = connect()
         self._scripts = Scripts(self._redis)
         self._pulse_redis: Any = None
-        self._clock = clock or redis_clock(self._redis)
+        self._clock = clock or patient_clock(self._redis)
         self._transitions = Transitions(keys, ttls)
         self._ttls = ttls
         self._manifest = json.dumps(stage.manifest())
@@ -114,10 +135,12 @@ class Worker:
             connect_blocking, keys.tasks(who.name), BLOCK_MS, self._states.stage_in,
             self._states.free_packed, self.drain, self._states.salvage,
         )  # fmt: skip
-        self._pulse = Pulse(self._beat, self._tell, lease_s / 3)
+        self._previews = Previews(self._put_preview, lambda: self._pulse.wake(), previews)
+        self._pulse = Pulse(self._beat, self._tell, lease_s / 3, self._previews.send)
         self._steps_of: dict[str, int] = {}
         self._fitness = Fitness()
         self._late_reports = 0
+        self._watchers, self._metrics = watchers, metrics
 
     # -- life ----------------------------------------------------------------------------
 
@@ -141,6 +164,15 @@ class Worker:
         """End the running chunk at its next step, hand back what is queued, and leave."""
         self._draining.set()
         self._inbox.nudge()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
+
+    @property
+    def outage(self) -> Outage:
+        """How the heartbeats get on with Redis."""
+        return self._pulse.outage
 
     @property
     def unfit(self) -> str:
@@ -194,14 +226,14 @@ class Worker:
             return None
         task = pending.task
         self._pulse.begin(task.seq)
-        outcomes, seconds, returned = self._execute(pending)
+        ran = self._execute(pending)
         self._pulse.hold()
-        task = pending.task
+        task, outcomes = pending.task, ran.outcomes
         self._judge(outcomes)
         rows, calls = rows_of(task, outcomes), before_report(self._transitions, task, outcomes)
         draining = self._draining.is_set()
         report = Report(
-            task.seq, self.who.name, task.stage, tuple(rows), seconds, returned, draining
+            task.seq, self.who.name, task.stage, tuple(rows), ran.seconds, ran.returned, draining
         )
         at = len(calls)  # of the report, behind what must be there before it
         calls.append(
@@ -220,6 +252,8 @@ class Worker:
         replies = self._send(calls)
         self._pulse.end()
         self._settle(task, outcomes, replies[at])
+        ran.task, ran.verdict, ran.reported_s = task, text(replies[at][0]), self._clock()
+        tell(self._watchers, ran)
         self._inbox.yields.discard(task.seq)
         self._inbox.gone.clear()
         if following is not None and self._note_start(following, replies[at + 1]):
@@ -259,22 +293,24 @@ class Worker:
         pending.live = [flag == b"1" for flag in reply[2:]]
         return True
 
-    def _execute(self, pending: Pending) -> tuple[list[Outcome], float, bool]:
+    def _execute(self, pending: Pending) -> Ran:
         """Outcomes for every row (dead ones blank), seconds, and whether it was handed back."""
         task = pending.task
         untouched = [Outcome(row.job, step=row.start, done=False) for row in task.rows]
-        control = Chunk(task.seq, self._inbox, self._pulse, self._draining)
+        control = Chunk(task.seq, self._inbox, self._pulse, self._draining, self._previews)
         if not any(pending.live) or control.should_stop():
             if pending.staged is not None:
                 pending.staged.cancel()
-            return untouched, 0.0, True
+            return Ran(task, untouched, self._clock(), returned=True)
         live = replace(
             task, rows=tuple(r for r, alive in zip(task.rows, pending.live, strict=True) if alive)
         )
         begun = self._clock()
+        waited_s = 0.0
         try:
             assert pending.staged is not None
             full, staged = pending.staged.result()
+            waited_s = self._clock() - begun
             self._steps_of = {row.job: steps_of(row.params) for row in full.rows}
             if len(live.rows) == len(full.rows):
                 live = full
@@ -283,11 +319,13 @@ class Worker:
                 live = replace(full, rows=tuple(r for r in full.rows if r.job in kept))
             outcomes = self.stage.run(live, staged, control)
         except Exception as error:
-            log.exception("seq %d (%s) failed", task.seq, " ".join(r.job for r in task.rows))
+            jobs = " ".join(r.job for r in task.rows)
+            said = {"job": jobs, "seq": task.seq, "stage": task.stage, "worker": self.who.name}
+            log.exception("seq %d (%s) failed", task.seq, jobs, extra=said)
             outcomes = [failed(row, error) for row in live.rows]
-        by_job = {outcome.job: outcome for outcome in outcomes}
+        by_job = {outcome.job: deliverable(outcome) for outcome in outcomes}
         whole = [by_job.get(blank.job, blank) for blank in untouched]
-        return whole, self._clock() - begun, False
+        return Ran(task, whole, begun, self._clock() - begun, waited_s)
 
     def _settle(self, task: Task, outcomes: Sequence[Outcome], reply: Any) -> None:
         """Free what the report made superfluous: the old state if it counted, else the new."""
@@ -341,6 +379,7 @@ class Worker:
             "beat": ms(self._clock()),
             "draining": "1" if self._draining.is_set() else "0",
             "motion": self._pulse.motion(),
+            **({"metrics": self._metrics} if self._metrics else {}),
             "counts": json.dumps({**self._counts(), "late_reports": self._late_reports}),
         }
         return self._transitions.register(
@@ -355,6 +394,9 @@ class Worker:
             return
         if freed:
             log.warning("swept %d blocks that dead processes had left in the arena", freed)
+
+    def _put_preview(self, job: str, step: int, content: bytes) -> None:
+        Scripts(self._pulse_redis).one(self._transitions.preview(job, step, content, STAY_S))
 
     def _tell(self, seq: int, steps: dict[str, int]) -> None:
         rows = [(job, step, self._steps_of.get(job, max(1, step))) for job, step in steps.items()]

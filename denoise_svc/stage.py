@@ -2,9 +2,9 @@
 
 The first chunk of a job prepares it (timesteps, initial latents from the seed) and leaves
 the parts "prepared", written once, and "latents"; later chunks read what they need and
-write "latents" anew. A job that stays on this worker is kept live in a DeviceCache and
-resumes without reading; the cache is never the truth: state is written through before
-`run` returns.
+write "latents" anew. A job that stays on this worker keeps its tensors in the device's blocks
+(residents.py) and resumes without reading; these are never the truth: state is written
+through before `run` returns.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common.handles import DeviceCache, Handle, HandleStore
-from common.models import batch, chunk, live, manifest, parcels, state, step_cache
+from common.batching import row_tokens
+from common.handles import Handle, HandleStore
+from common.models import batch, chunk, live, manifest, parcels, preview, state, step_cache
 from common.models.chunk import Chunk
 from common.models.errors import BadInput, NonFinite, NotCapturable, StateLost
 from common.models.live import LiveJob
 from common.models.model import Model
+from common.models.preview import Projection
 from common.models.rows import guarded, is_fatal
 from common.models.step_cache import CacheState, Twins
 from common.models.values import is_finite
 from common.stage import DENOISE, Control, Outcome, Row, Task
+from denoise_svc.blocks import BlockPool
+from denoise_svc.footprint import Footprint
+from denoise_svc.residents import Residents
 
-# Live jobs kept on the device. Image latents and embeddings are up to 15 MB a job, so this
-# holds a hundred; video jobs with UniPC history take 80 MB.
+# Blocks for the states of jobs between their chunks. Image latents and embeddings are up to 15 MB
+# a job, so this holds a hundred; video jobs with UniPC history take 80 MB.
 CACHE_BYTES = 2 * 2**30
-LIVE, CACHE_STATE = "live", "cache_state"
-# Of that, for the states of step caches: they never push out a live job.
-CACHE_STATE_SHARE = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -58,19 +60,25 @@ class DenoiseStage:
         name: str | None = None,
         cache_bytes: int = CACHE_BYTES,
         limits: dict[str, int] | None = None,
+        budget_bytes: int = 0,
+        mixed_sizes: str = "auto",
     ) -> None:
-        self.model = Model(model, DENOISE, device, dtype, threads, attention, name)
+        """`cache_bytes` is the size of the block pool, `budget_bytes` all that this process may use
+        of its device (footprint.py); 0 is no limit on CPUs, and nearly all of a CUDA device."""
+        self.model = Model(model, DENOISE, device, dtype, threads, attention, name, mixed_sizes)
         self.store = store
-        states = int(cache_bytes * CACHE_STATE_SHARE)
-        self.cache, self.cache_states = DeviceCache(cache_bytes - states), DeviceCache(states)
+        pool = BlockPool(self.model.device, cache_bytes)
+        self.residents = Residents(pool)
+        self.footprint = Footprint(self.model.device, budget_bytes, pool.nbytes)
         self._twins = Twins(self.model.pipe)
-        self._limits = limits
+        self._projection = Projection.open(self.model.directory.path, self.model.device)
+        self._manifest = manifest.build(self.model, limits)
         # Rows that a forward may have, by batch key, where more once did not fit.
         self._fits: dict[Any, int] = {}
         self._counts = {"resumed_device": 0, "resumed_read": 0, "batch_rows": 0, "refused_rows": 0}
 
     def manifest(self) -> dict[str, Any]:
-        return manifest.build(self.model, self._limits)
+        return self._manifest
 
     def stage_in(self, task: Task) -> dict[str, Any]:
         """By job, its row opened (read back, or prepared from its embeddings), or the exception
@@ -108,18 +116,18 @@ class DenoiseStage:
     def free(self, handles: list[Handle]) -> None:
         for handle in handles:
             if handle.part == state.LATENTS:
-                self.cache.drop(handle.job, handle.seq, LIVE)
-                self.cache_states.drop(handle.job, handle.seq, CACHE_STATE)
+                self.residents.drop(handle.job, handle.seq)
             self.store.free(handle)
 
     def counts(self) -> dict[str, int]:
         """Chunks that went on from the device, and those whose state was read back first; rows
-        of the largest forward that ran, and of the last one that did not fit its memory."""
-        return dict(self._counts)
+        of the largest forward that ran, and of the last one that did not fit its memory; the
+        blocks, and the units that surely fit in a forward."""
+        units = self.footprint.most_units()
+        return {**self._counts, **self.residents.counts(), "most_units": units}
 
     def close(self) -> None:
-        self.cache.shrink(0)
-        self.cache_states.shrink(0)
+        self.residents.clear()
 
     # -- several rows in one forward -----------------------------------------------------------
 
@@ -141,7 +149,9 @@ class DenoiseStage:
         """Outcomes of the rows that shared a forward; a guided job shares it with itself."""
         groups: dict[Any, list[Row]] = {}
         for row in rows:
-            key = batch.key(self.model, opened[row.job][0]) if row.job in opened else None
+            if row.job not in opened:
+                continue
+            key = batch.key(self.model, opened[row.job][0], self.model.mixed)
             if key is not None:
                 groups.setdefault(key, []).append(row)
         outcomes: dict[str, Outcome] = {}
@@ -162,17 +172,23 @@ class DenoiseStage:
         began = perf_counter()
         pairs = [opened.pop(row.job) for row in group]
         jobs = [job for job, _ in pairs]
+        tokens = max(map(self._tokens, group))
+        most = self._most_rows(key, tokens)
+        rows = sum(batch.branches(job) * int(row.params.get("n") or 1)
+                   for job, row in zip(jobs, group, strict=True))  # fmt: skip
         try:
-            ran = batch.run(
-                self.model,
-                jobs,
-                [job.iteration_at(row.stop) for job, row in zip(jobs, group, strict=True)],
-                control.should_stop,
-                partial(_tell, control, group, jobs),
-                self.model.device,
-                _leaves(control, group),
-                self._fits.get(key),
-            )
+            with self.footprint.watch(min(rows, most or rows), tokens):
+                ran = batch.run(
+                    self.model,
+                    jobs,
+                    [job.iteration_at(row.stop) for job, row in zip(jobs, group, strict=True)],
+                    control.should_stop,
+                    partial(_tell, control, group, jobs),
+                    self.model.device,
+                    _leaves(control, group),
+                    most,
+                    self.model.mixed,
+                )
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -182,17 +198,24 @@ class DenoiseStage:
         if ran.refused_rows:
             self._fits[key] = max(1, ran.refused_rows // 2)
             self._counts["refused_rows"] = ran.refused_rows
+            self.footprint.refused(ran.refused_rows, tokens)
         outcomes = {}
         for row, (job, prepared), done in zip(group, pairs, ran.jobs, strict=True):
             if isinstance(done, Chunk) and not done.step_s:
                 opened[row.job] = job, prepared  # not even by itself with its branches merged
                 continue
+            preview.show(self._projection, control, row, job, done)
             work = partial(self._finish, task, row, job, prepared, done)
             outcomes[row.job] = guarded(row, work)
             self._counts["batch_rows"] = max(self._counts["batch_rows"], outcomes[row.job].rows)
         for outcome in outcomes.values():
             outcome.seconds = perf_counter() - began
         return outcomes
+
+    def _most_rows(self, key: Any, tokens: int) -> int | None:
+        """Rows that a forward may have: what its memory surely holds, and what once did fit."""
+        bounds = [self._fits.get(key), self.footprint.most_rows(tokens)]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     # -- one row -----------------------------------------------------------------------------
 
@@ -212,16 +235,21 @@ class DenoiseStage:
             lambda iteration: control.progress(row.job, job.step_at(iteration)),
             self.model.device,
             self.model.quirks.timestep_per_picture,
+            preview.onlooker(self._projection, control, row, job),
         )
+        size = int(row.params.get("n") or 1), self._tokens(row)
+        self.footprint.check(*size)
         if not step_cache.wanted(row.params):
-            return self._finish(task, row, job, prepared, run())
-        with self._twins.of(row.params).running(job.pipe, self._take_cache_state(row)) as cached:
+            with self.footprint.watch(*size):
+                done = run()
+            return self._finish(task, row, job, prepared, done)
+        twin, kept = self._twins.of(row.params), self._take_cache_state(row)
+        with twin.running(job.pipe, kept) as cached, self.footprint.watch(*size):
             done = run()
         job.skipped += cached.skipped
         outcome = self._finish(task, row, job, prepared, done)
-        if job.iteration < job.iterations:
-            size = cached.state.nbytes()
-            self.cache_states.put(row.job, task.seq, CACHE_STATE, cached.state, size)
+        if outcome.step < job.steps:
+            self.residents.put_cache(row.job, task.seq, cached.state, row.latest_s)
         return outcome
 
     def _open(self, row: Row, staged: Any) -> Opened:
@@ -274,12 +302,12 @@ class DenoiseStage:
         except BaseException:
             self.free(list(written.values()))
             raise
-        if job.iteration < job.iterations:
-            self.cache.put(row.job, task.seq, LIVE, job, job.nbytes())
         # Steps under a cache are short or long: their mean is what a step costs.
         middle = statistics.fmean if step_cache.wanted(row.params) else statistics.median
         # One step may be several iterations (Heun: two).
         step_s = middle(done.step_s) * job.iterations / job.steps if done.step_s else 0.0
+        if job.iteration < job.iterations:
+            self.residents.put(row.job, task.seq, job, row.latest_s)  # not to be used from here on
         return Outcome(
             job=row.job,
             step=step,
@@ -311,10 +339,10 @@ class DenoiseStage:
 
     def _is_live(self, row: Row) -> bool:
         latents = row.handles.get(state.LATENTS)
-        return latents is not None and self.cache.get(row.job, latents.seq, LIVE) is not None
+        return latents is not None and self.residents.has(row.job, latents.seq)
 
     def _take_live(self, row: Row) -> LiveJob | None:
-        """The live job as it stood when these latents were written; it leaves the cache.
+        """The live job as it stood when these latents were written; it leaves the device's blocks.
 
         A chunk moves the job on, so if its report is refused and the same latents come
         again, they must be read from the handle.
@@ -322,21 +350,16 @@ class DenoiseStage:
         latents = row.handles.get(state.LATENTS)
         if latents is None:
             return None
-        job = self.cache.get(row.job, latents.seq, LIVE)
-        self.cache.drop_job(row.job)
+        job = self.residents.take(row.job, latents.seq)
         return job if job is not None and job.step_at(job.iteration) == row.start else None
 
     def _take_cache_state(self, row: Row) -> CacheState | None:
-        """Its step cache as it stood when these latents were written, if it is still here.
-
-        It leaves the device as a live job does: a chunk moves it on.
-        """
+        """Its step cache as it stood when these latents were written, if it is still here."""
         latents = row.handles.get(state.LATENTS)
-        found: CacheState | None = None
-        if latents is not None:
-            found = self.cache_states.get(row.job, latents.seq, CACHE_STATE)
-        self.cache_states.drop_job(row.job)
-        return found
+        return None if latents is None else self.residents.take_cache(row.job, latents.seq)
+
+    def _tokens(self, row: Row) -> int:
+        return row_tokens(row.params, self._manifest)
 
 
 def _tell(

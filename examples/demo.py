@@ -26,6 +26,8 @@ TIMEOUT_S = 300.0
 ARRIVAL_S = 0.3
 # A blank negative prompt is what the model learned as “no prompt”.
 CFG: dict[str, Any] = {"true_cfg_scale": 3.0, "negative_prompt": " "}
+# Not exact: such jobs of one size may share forward passes.
+SHARES: dict[str, Any] = {"exact": False}
 
 # name, prompt, width, height, steps, and the rest. The names become ids.
 LONG: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
@@ -36,17 +38,18 @@ LONG: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
     ("long-3", "a large green ring on a pink background", 256, 256, 90, CFG),
 ]  # fmt: skip
 SHORT: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
-    ("short-1", "a large red circle on a blue background", 128, 128, 20, CFG),
-    ("short-2", "a large yellow square on a purple background", 64, 64, 12, {}),
-    ("short-3", "a large orange square on a white background", 128, 128, 24, CFG),
+    ("short-1", "a large red circle on a blue background", 128, 128, 20, {**CFG, **SHARES}),
+    ("short-2", "a large yellow square on a purple background", 64, 64, 12, SHARES),
+    ("short-3", "a large orange square on a white background", 128, 128, 24, {**CFG, **SHARES}),
     ("short-4", "a green triangle to the left of a red diamond on a white background", 192, 128, 20,
      CFG),
-    ("short-5", "a large pink heart on a black background", 128, 128, 20, CFG),
+    ("short-5", "a large pink heart on a black background", 128, 128, 20, {**CFG, **SHARES}),
     ("short-6", "a blue ring above an orange square on a yellow background", 128, 192, 20, CFG),
-    ("short-7", "a large purple diamond on a green background", 128, 128, 16, {"n": 2, **CFG}),
+    ("short-7", "a large purple diamond on a green background", 128, 128, 16,
+     {"n": 2, **CFG, **SHARES}),
     ("short-8", "a white circle on the right on a blue background", 160, 96, 16, CFG),
-    ("short-9", "a large black circle on an orange background", 64, 64, 10, CFG),
-    ("short-10", "a large yellow ring on the right on a red background", 128, 128, 14, {}),
+    ("short-9", "a large black circle on an orange background", 64, 64, 10, {**CFG, **SHARES}),
+    ("short-10", "a large yellow ring on the right on a red background", 128, 128, 14, SHARES),
 ]  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def _params(job: tuple[str, str, int, int, int, dict[str, Any]], known: set[str]
     name, prompt, width, height, steps, more = job
     every = {"id": name, "prompt": prompt, "width": width, "height": height,
              "num_inference_steps": steps, "seed": zlib.crc32(name.encode()), **more}  # fmt: skip
-    return {k: v for k, v in every.items() if k in known or k == "seed"}
+    return {k: v for k, v in every.items() if k in known or k in ("seed", "exact")}
 
 
 def show(ended: list[Ended]) -> None:
@@ -144,7 +147,7 @@ def show(ended: list[Ended]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")  # fits 80 columns
     table.add_column("job", no_wrap=True)
     table.add_column("prompt", overflow="fold", min_width=16)
-    for name in ("picture", "steps", "wait", "run", "slack", "on time"):
+    for name in ("picture", "steps", "rows", "wait", "run", "slack", "on time"):
         table.add_column(name, justify="right", no_wrap=True)
     for job in ended:
         params, timings = job.result.params, job.result.timings
@@ -156,6 +159,7 @@ def show(ended: list[Ended]) -> None:
             str(params.get("prompt", "")),
             many + size + guided,
             str(params.get("num_inference_steps", "")),
+            f"{timings['rows_per_step']:.1f}" if "rows_per_step" in timings else "",
             seconds(timings.get("wait_s")),
             seconds(timings.get("run_s")),
             seconds(job.slack_s),
@@ -164,7 +168,17 @@ def show(ended: list[Ended]) -> None:
     # A file or a pipe has no width of its own; 80 columns would fold every cell.
     Console(width=None if sys.stdout.isatty() else 130).print(table)
     on_time = sum(job.result.on_time is True for job in ended)
-    print(f"\n{on_time} of {len(ended)} on time")
+    print(f"\n{on_time} of {len(ended)} on time; {rows_per_step(ended):.2f} rows a step on average")
+
+
+def rows_per_step(ended: list[Ended]) -> float:
+    """Rows (pictures and CFG branches) of a forward pass, averaged over all steps of all jobs."""
+    counted: list[tuple[int, float]] = [
+        (job.result.params.get("num_inference_steps", 1), job.result.timings["rows_per_step"])
+        for job in ended
+        if "rows_per_step" in job.result.timings
+    ]
+    return sum(steps * rows for steps, rows in counted) / max(1, sum(s for s, _ in counted))
 
 
 def contact_sheet(ended: list[Ended], path: Path, cell: int = 208, columns: int = 5) -> None:

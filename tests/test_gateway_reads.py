@@ -144,3 +144,25 @@ def test_a_thousand_wait_on_one_connection(run: Any, redis_client: Any) -> None:
         assert [seen(reply) for reply in replies] == [{f"s{i}": [str(i)]} for i in range(1000)]
 
     run(test)
+
+
+def test_a_newcomer_misses_nothing_that_the_running_read_is_past(
+    run: Any, redis_client: Any
+) -> None:
+    """One that is further behind than the read under way hears all of it from the next."""
+    first = redis_client.xadd("a", {"n": 1}).decode()
+
+    async def not_interrupted(_: int) -> bool:
+        return False
+
+    async def test(reads: SharedReads) -> None:
+        reads._interrupt = not_interrupted
+        ahead = asyncio.create_task(reads.read({"a": first}, WAIT_S))
+        await until_waiting(reads, 1)
+        behind = asyncio.create_task(reads.read({"a": "0"}, WAIT_S))
+        await until_waiting(reads, 2)
+        redis_client.xadd("a", {"n": 2})
+        assert seen(await ahead) == {"a": ["2"]}
+        assert seen(await behind) == {"a": ["1", "2"]}
+
+    run(test)

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.arena import Arena
-from common.device_cache import DeviceCache
 from common.handles import INLINE_LIMIT_BYTES, Handle, HandleError, HandleStore, Parcel
 from common.payload import ITEM_BYTES, REUSE_FROM_BYTES
 
@@ -360,21 +359,3 @@ def test_any_mix_of_dtypes_and_shapes_survives(
             assert_same(store.get(wire_trip(handle)), parcel)
         finally:
             arena.unlink()
-
-
-def test_the_device_cache_keeps_the_most_recently_used_within_its_budget() -> None:
-    cache = DeviceCache(budget_bytes=100)
-    for seq in (1, 2, 3):
-        assert cache.put("job", seq, "latents", f"state {seq}", 40) == (seq <= 3)
-        cache.get("job", 1, "latents")
-    assert cache.get("job", 2, "latents") is None
-    assert cache.get("job", 1, "latents") == "state 1"
-    assert (cache.used_bytes, cache.evictions) == (80, 1)
-    assert not cache.put("job", 4, "latents", "too big", 101)
-    assert cache.put("job", 1, "latents", "smaller", 10)
-    assert cache.used_bytes == 50
-    assert cache.shrink(0) == 50
-    cache.put("a", 1, "latents", "x", 1)
-    cache.put("b", 1, "latents", "x", 1)
-    assert cache.drop_job("a") == 1
-    assert len(cache) == cache.used_bytes == 1

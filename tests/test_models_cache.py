@@ -14,7 +14,8 @@ import torch
 from diffusers import FirstBlockCacheConfig, QwenImagePipeline, TaylorSeerCacheConfig
 
 from common.models import chunk, quirks, step_cache
-from denoise_svc.stage import LIVE
+from denoise_svc.blocks import BLOCK_BYTES, BlockPool
+from denoise_svc.residents import Residents
 from tests.test_models_batch_families import prepare
 from tests.test_models_families import FAMILIES
 from tests.tiny_models import shared_qwenimage
@@ -101,10 +102,11 @@ def test_nothing_is_left_of_a_finished_job(stages: Stages) -> None:
     job, other = start(stages, FIRST_BLOCK, FIRST_BLOCK)
     job.denoise([4])
     other.denoise([4])
-    assert len(stage.cache_states) == 2
+    assert stage.counts()["cache_state_bytes"] > 0
     job.denoise([8, STEPS])
     other.free()  # canceled
-    assert len(stage.cache_states) == 0
+    counts = stage.counts()
+    assert counts["residents"] == counts["pool_used_bytes"] == 0
     twin = stage._twins.of(job.params)
     assert not any(manager._state_cache for manager in twin._managers.values())
 
@@ -141,11 +143,12 @@ def test_states_of_caches_never_push_out_a_live_job(tmp_path: Path) -> None:
     """With no room for them at all, jobs stay live and are right."""
     stages = Stages(shared_qwenimage(), tmp_path / "arena")
     stage = stages.by_kind["denoise"]
-    stage.cache_states.budget_bytes = 0
+    # One block for its latents, one for what it was prepared with, none for its cache.
+    stage.residents = Residents(BlockPool(torch.device("cpu"), 2 * BLOCK_BYTES))
     (job,) = start(stages, FIRST_BLOCK)
     job.denoise([6])
-    assert stage.cache.get(job.id, job.handles["latents"].seq, LIVE) is not None
-    assert len(stage.cache_states) == 0
+    assert stage.residents.has(job.id, job.handles["latents"].seq)
+    assert stage.counts()["cache_evictions"] == 1
     assert job.denoise([STEPS]).step == STEPS
 
 

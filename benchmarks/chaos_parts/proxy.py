@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ T = TypeVar("T")
 CHUNK = 1 << 16
 # Replies to these are worth losing: whether the command has run cannot be told then.
 WRITES = (b"EVALSHA", b"XADD")
+SHA = re.compile(rb"EVALSHA\r\n\$40\r\n([0-9a-f]{40})")
 
 
 class Link:
@@ -25,6 +27,9 @@ class Link:
         self.delay_s = 0.0  # added to each burst of bytes, in each direction
         self.replies_to_lose = 0  # a write has run, its reply is dropped, the connection ends
         self.halve_next = False  # half of the next write arrives, then the connection ends
+        self.loses_first = False  # the first reply of each script is lost, as with replies_to_lose
+        self.lost: set[str] = set()  # shas of scripts whose first reply was
+        self.tries = 0  # connections that were asked for
         self.was_hit = threading.Event()  # a reply was lost or a request halved
         self._writers: set[asyncio.StreamWriter] = set()
         self._open: set[Conversation] = set()
@@ -40,7 +45,7 @@ class Link:
         self._proxy.call_soon(self._end_all)
 
     def mend(self) -> None:
-        """As on the first day."""
+        """As on the first day, but for `loses_first`, which is no accident."""
         self.is_cut = self.is_silent = self.halve_next = False
         self.delay_s, self.replies_to_lose = 0.0, 0
 
@@ -49,6 +54,7 @@ class Link:
             writer.transport.abort()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.tries += 1
         with contextlib.suppress(OSError):
             if not self.is_cut:
                 up, down = await asyncio.open_connection("127.0.0.1", self._proxy.target)
@@ -76,6 +82,7 @@ class Conversation:
         self._link = link
         self._requests, self._replies = (asked, ask), (answered, answer)
         self._has_written = False  # the last request was a write
+        self._scripts: set[str] = set()  # shas in it
         self.is_forgotten = False
 
     async def go_on(self) -> None:
@@ -112,6 +119,7 @@ class Conversation:
     def _pass_request(self, data: bytes) -> tuple[bytes, bool]:
         """What of it arrives, and whether the connection goes on."""
         self._has_written = any(word in data for word in WRITES)
+        self._scripts = {sha.decode() for sha in SHA.findall(data)}
         if self._has_written and self._link.halve_next:
             self._link.halve_next = False
             return data[: len(data) // 2], False
@@ -120,6 +128,9 @@ class Conversation:
     def _pass_reply(self, data: bytes) -> tuple[bytes, bool]:
         if self._has_written and self._link.replies_to_lose:
             self._link.replies_to_lose -= 1
+            return b"", False
+        if self._link.loses_first and (new := self._scripts - self._link.lost):
+            self._link.lost |= new
             return b"", False
         return data, True
 

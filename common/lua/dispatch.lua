@@ -30,7 +30,7 @@ redis.call('SET', KEYS[2], ARGV[2])
 local entries, jobs = {}, {}
 for m = 1, M do
   local stream, worker = KEYS[3 + m], KEYS[3 + M + m]
-  entries[m] = redis.call('XADD', stream, '*', 'kind', 'task', 'body', ARGV[6])
+  entries[m] = redis.call('XADD', stream, '*', 'kind', 'task', 'body', ARGV[6], 'seq', ARGV[2])
   -- A worker's stream goes after it; its next heartbeat renews this.
   if redis.call('PTTL', stream) < 0 then
     redis.call('PEXPIRE', stream, 10 * math.max(1000, redis.call('PTTL', worker)))

@@ -3,7 +3,7 @@
 Each job keeps its own step, scheduler, guider, guidance scale and number of pictures: the
 family's own step blocks run once over all rows (joint.py). Against the same job alone this
 differs by rounding only (fp32: up to 1e-5, see docs/models.md); padding is masked and a
-neighbour's values never enter.
+neighbour's values never enter. In families that can, jobs of several sizes go together (ragged.py).
 
 Between any two steps jobs may leave: at their own stop, when told to, or because their own
 scheduler raised. A forward that runs out of memory is halved and tried again at the same step.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 
-from common.models import chunk, joint
+from common.models import chunk, joint, ragged
 from common.models.chunk import Chunk
 from common.models.joint import JointGuider, JointScheduler, Member
 from common.models.live import Denoiser, LiveJob
@@ -52,11 +52,11 @@ class Batched:
     refused_rows: int = 0  # the smallest forward that did not fit; 0 if all did
 
 
-def key(model: Denoiser, job: LiveJob) -> tuple[Any, ...] | None:
+def key(model: Denoiser, job: LiveJob, mixed: ragged.Form | None = None) -> tuple[Any, ...] | None:
     """Jobs of equal keys may share a forward; None where this job may not.
 
-    Geometry must agree: padding pictures costs more than it gains on CPUs. So must the length
-    of prompts, where the denoiser takes no mask for them.
+    Geometry must agree unless sizes are mixed. So must the length of prompts, where the denoiser
+    takes no mask for them.
     """
     how = model.quirks.batching
     if how is None or any(job.state.get(name) is not None for name in how.alone_with):
@@ -65,6 +65,8 @@ def key(model: Denoiser, job: LiveJob) -> tuple[Any, ...] | None:
     lengths = () if how.pads else _prompt_lengths(job)
     if len(lengths) > 1:
         return None
+    if mixed:
+        return ("mixed", tuple(latents.shape[2:]), str(latents.dtype), lengths)
     shapes = repr(job.state.get("img_shapes"))
     return (tuple(latents.shape[1:]), str(latents.dtype), shapes, lengths)
 
@@ -91,12 +93,14 @@ def run(
     device: torch.device | None = None,
     leaves: Callable[[int], bool] = never,
     max_rows: int | None = None,
+    mixed: ragged.Form | None = None,
 ) -> Batched:
     """Run each job to its own stop (an iteration), all that are left in one forward a step.
 
     `progress` is told the job's place in `jobs` and its iteration; `leaves` is asked by place
-    whether a job need not go on. `max_rows` bounds one forward; one job is always let in. An
-    exception leaves the jobs half way: throw them away and start again from their handles.
+    whether a job need not go on. `max_rows` bounds one forward; one job is always let in. `mixed`
+    says how jobs of several sizes share one; without it all must be of one size. An exception
+    leaves the jobs half way: throw them away and start again from their handles.
     """
     how = model.quirks.batching
     assert how is not None
@@ -105,7 +109,7 @@ def run(
         job.state.values.update(job.carried)
         block = chunk.preamble(job.pipe, model.split, job.state)
         members.append(Member(job, min(stop, job.iterations), block))
-    run = _Run(model, how, max_rows)
+    run = _Run(model, how, max_rows, mixed)
     pacer = chunk.Pacer(device or torch.device("cpu"))
     left = list(members)
     last = perf_counter()
@@ -139,7 +143,14 @@ def _chunk(m: Member) -> Chunk:
 class _Forward:
     """Jobs that share a forward, step after step, while nothing about them changes."""
 
-    def __init__(self, model: Denoiser, how: Batching, members: list[Member], guider: str) -> None:
+    def __init__(
+        self,
+        model: Denoiser,
+        how: Batching,
+        members: list[Member],
+        guider: str,
+        mixed: ragged.Form | None,
+    ) -> None:
         self.members, self._model = members, model
         self._experts = hasattr(model.pipe, LOW)
         self._rows = [m.rows for m in members]
@@ -150,6 +161,10 @@ class _Forward:
         self._pipe.scheduler = self.scheduler
         if members[0].guider is not None:
             setattr(self._pipe, guider, JointGuider(members, how))
+        if mixed:
+            shapes = [m.block.img_shapes[0] for m in members for _ in range(m.rows)]
+            if any(row != shapes[0] for row in shapes):
+                self._pipe.transformer = ragged.MixedSizes(model.pipe.transformer, shapes, mixed)
 
     def step(self) -> None:
         self.scheduler.stepped = False
@@ -167,8 +182,10 @@ class _Forward:
 class _Run:
     """The forwards of one chunk: laid out anew whenever the jobs, experts or branches change."""
 
-    def __init__(self, model: Denoiser, how: Batching, max_rows: int | None) -> None:
-        self._model, self._how, self._max_rows = model, how, max_rows
+    def __init__(
+        self, model: Denoiser, how: Batching, max_rows: int | None, mixed: ragged.Form | None
+    ) -> None:
+        self._model, self._how, self._max_rows, self._mixed = model, how, max_rows, mixed
         self._layout: list[tuple[Any, ...]] = []
         self._forwards: list[_Forward] = []
         self.refused_rows = 0
@@ -216,7 +233,7 @@ class _Run:
         return HIGH if self._boundary is None or m.timestep >= self._boundary else LOW
 
     def _forward(self, members: list[Member], guider: str) -> _Forward:
-        return _Forward(self._model, self._how, members, guider)
+        return _Forward(self._model, self._how, members, guider, self._mixed)
 
     def _fit(self, members: list[Member]) -> list[list[Member]]:
         """Members in order, as many a forward as the bound allows."""

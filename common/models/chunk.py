@@ -86,6 +86,7 @@ def run(
     progress: Callable[[int], None] = nobody,
     device: torch.device | None = None,
     timestep_per_picture: bool = False,
+    seen: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Chunk:
     """Run iterations `start`..`stop` (exclusive) of a job's loop, one a timestep.
 
@@ -94,7 +95,8 @@ def run(
     `components` is the job's own copy of the pipeline, `state` what the prepare blocks left,
     `carried` what the previous chunk left (None at step 0). `should_stop` is asked before
     every iteration but the first, so a chunk always gets somewhere; `progress` is told after
-    each how many are done. Raises BadInput where `start` lies outside of the loop.
+    each how many are done, and `seen` is shown the latents too. Raises BadInput where `start` lies
+    outside of the loop.
     """
     total = len(state.get("timesteps"))
     stop = min(stop, total)
@@ -127,6 +129,8 @@ def run(
         last = now
         done = i + 1
         progress(done)
+        if seen is not None:
+            seen(done, block.latents)
         return pipe, block
 
     driver = copy.copy(split.loop)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 INDEXES = ("modular_model_index.json", "model_index.json")
 # Ours, and no part of the model.
 OVERRIDES, PROFILE = "slackwater.json", "profile.json"
+PREVIEW = "preview.json"
 LIBRARIES = ("diffusers", "transformers")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 # What a hub id is fetched as: configurations, vocabularies and safetensors, nothing to unpickle.
@@ -66,7 +67,7 @@ class ModelDirectory:
         for file in sorted(self.path.rglob("*")):
             if file.suffix not in (".json", ".safetensors", ".txt"):
                 continue
-            if file.name in (OVERRIDES, PROFILE):
+            if file.name in (OVERRIDES, PROFILE, PREVIEW):
                 continue
             digest.update(str(file.relative_to(self.path)).encode())
             digest.update(str(file.stat().st_size).encode())

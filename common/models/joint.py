@@ -2,7 +2,8 @@
 
 A row is one (picture, CFG branch) of one job; rows lie job after job, branch after branch.
 The blocks stay diffusers' own: they read a joint block state, and a guider and a scheduler
-are put in that split the rows by job and ask each job's own.
+are put in that split the rows by job and ask each job's own. Jobs of several sizes are padded
+for the blocks (ragged.py has the transformer's part); guiders and schedulers see no padding.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class Member:
         return self.pictures * self.branches
 
     @property
+    def length(self) -> int:
+        """Of its latents along axis 1: tokens, in the families whose jobs may differ in it."""
+        return int(self.block.latents.shape[1])
+
+    @property
     def timestep(self) -> torch.Tensor:
         timesteps: torch.Tensor = self.block.timesteps
         return timesteps[self.job.iteration]
@@ -83,7 +89,19 @@ class Member:
 
 def rows_of(members: list[Member], by_job: list[torch.Tensor]) -> torch.Tensor:
     """Pictures to rows: each job's pictures once a branch, branch after branch."""
+    by_job = padded(by_job)
     return torch.cat([t for m, t in zip(members, by_job, strict=True) for _ in range(m.branches)])
+
+
+def padded(by_job: list[torch.Tensor], value: float = 0.0) -> list[torch.Tensor]:
+    """Pictures of several sizes to the length of the longest; nothing to do for those of one."""
+    lengths = [t.shape[1] for t in by_job]
+    if len(set(lengths)) == 1:
+        return by_job
+    return [
+        torch.nn.functional.pad(t, (0, 0, 0, max(lengths) - n), value=value)
+        for t, n in zip(by_job, lengths, strict=True)
+    ]
 
 
 def timesteps(members: list[Member]) -> torch.Tensor:
@@ -116,7 +134,7 @@ def part(joint: BlockState, members: list[Member], rows: list[int]) -> None:
     """
     at = 0
     for m, n in zip(members, rows, strict=True):
-        m.block.latents = joint.latents[at : at + m.pictures].clone()
+        m.block.latents = joint.latents[at : at + m.pictures, : m.length].clone()
         at += n
 
 
@@ -195,12 +213,13 @@ class JointGuider:
         noise, at, out = states[0].noise_pred, 0, []
         for m, batches in zip(self._members, self._own, strict=True):
             for batch in batches:
-                batch.noise_pred = noise[at : at + m.pictures]
+                batch.noise_pred = noise[at : at + m.pictures, : m.length]
                 at += m.pictures
             out.append(m.guider(batches))
+        # Not with zeros: Qwen's block divides by the norms of these.
         return GuiderOutput(
-            pred=torch.cat([o.pred for o in out]),
-            pred_cond=torch.cat([o.pred_cond for o in out]),
+            pred=torch.cat(padded([o.pred for o in out], 1.0)),
+            pred_cond=torch.cat(padded([o.pred_cond for o in out], 1.0)),
             pred_uncond=None,
         )
 
@@ -310,11 +329,11 @@ class JointScheduler:
         out = []
         for i, m in enumerate(self._members):
             own = {k: v[i] if isinstance(v, PerJob) else v for k, v in more.items()}
-            now = latents[rows : rows + m.pictures]
+            now = latents[rows : rows + m.pictures, : m.length]
             self.stepped = True
             try:
                 now = m.job.pipe.scheduler.step(
-                    noise[pictures : pictures + m.pictures],
+                    noise[pictures : pictures + m.pictures, : m.length],
                     m.timestep,
                     now,
                     return_dict=False,

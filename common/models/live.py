@@ -58,19 +58,6 @@ class LiveJob:
         at = self.iterations if step >= self.steps else -(-step * self.iterations // self.steps)
         return max(at, self.iteration + 1)
 
-    def nbytes(self) -> int:
-        """Bytes of its tensors, for the cache's budget."""
-        seen: dict[int, int] = {}
-        values = [*self.state.values.values(), *self.carried.values()]
-        values += schedulers.changing(self.pipe.scheduler).values()
-        for value in values:
-            items = value if isinstance(value, list | tuple) else [value]
-            for item in items:
-                if isinstance(item, torch.Tensor):
-                    storage = item.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-        return sum(seen.values())
-
 
 def prepare(model: Denoiser, params: dict[str, Any], embeds: dict[str, Any]) -> LiveJob:
     """Step 0: timesteps, initial latents from the seed, everything the loop reads.

@@ -15,8 +15,9 @@ import math
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from common.models import schedulers, step_cache
+from common.models import mixing, schedulers, step_cache
 from common.models.errors import RefusedModel
+from common.stage import DENOISE
 
 if TYPE_CHECKING:
     from common.models.model import Model
@@ -137,7 +138,8 @@ def build(model: Model, limits: dict[str, int] | None = None) -> dict[str, Any]:
         "limits": bounds,
         "scheduler": model.verdict.to_manifest(),
         "token_px": token_px,
-        "batch": _batch(model, parameters),
+        # The denoiser's alone: what it does with sizes, the other stages need not know.
+        **({"batch": _batch(model, parameters)} if model.stage == DENOISE else {}),
         "costs": _costs(model),
         "cfg": None
         if rule is None
@@ -146,14 +148,18 @@ def build(model: Model, limits: dict[str, int] | None = None) -> dict[str, Any]:
 
 
 def _batch(model: Model, parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """What jobs must agree in to share a forward when not exact (common/batching.py)."""
+    """What jobs must agree in to share a forward when not exact (common/batching.py).
+
+    `mixed` says whether sizes are among it; models that cannot mix them do not have it.
+    """
     how = model.quirks.batching
     if how is None:
         return None
-    same = ["width", "height", "num_frames"]
+    same = ["num_frames"] if model.mixed else ["width", "height", "num_frames"]
     if not how.pads:
         same.append("max_sequence_length")  # what every prompt is padded to
-    return {"same": [name for name in same if name in parameters]}
+    out: dict[str, Any] = {"same": [name for name in same if name in parameters]}
+    return {**out, "mixed": model.mixed is not None} if mixing.possible(model) else out
 
 
 def _costs(model: Model) -> dict[str, Any]:

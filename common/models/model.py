@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from common.models import attention, components, guidance, quirks, request, schedulers
+from common.models import attention, components, guidance, mixing, quirks, request, schedulers
 from common.models.directory import ModelDirectory, open_directory
 from common.models.errors import RefusedModel
 from common.models.split import split
@@ -37,6 +37,7 @@ class Model:
         threads: int = 1,
         attention_backend: str = "auto",
         name: str | None = None,
+        mixed_sizes: str = "auto",
     ) -> None:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise RefusedModel(f"dtype {dtype!r} is none of float32, bfloat16, float16")
@@ -59,6 +60,7 @@ class Model:
             names.append("scheduler")  # a configuration only; its verdict goes in the manifest
         components.load(self.pipe, self.directory, names, device, DTYPES[dtype], self.attention)
         self.quirks.check(self.pipe)
+        self.mixed = mixing.choose(mixed_sizes, self)  # how sizes share a forward; None: not
         self.verdict = schedulers.verdict(self.pipe.scheduler)
 
     def own_pipeline(self, params: dict[str, Any]) -> Any:

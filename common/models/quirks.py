@@ -38,6 +38,7 @@ class Batching:
     rows: tuple[str, ...] = ()  # what blocks without a guider read by themselves, a row a picture
     geometry: tuple[str, ...] = ()  # tensors that jobs of one size have in common
     alone_with: tuple[str, ...] = ()  # values that keep a job out where they are set
+    mixes: bool = False  # its jobs may differ in size (ragged.py)
 
     @property
     def pads(self) -> bool:
@@ -106,7 +107,7 @@ QUIRKS = {
     "qwenimage": Quirks(
         check=_qwen_check,
         prepared=_qwen_prepared,
-        batching=Batching(mask="encoder_hidden_states_mask"),
+        batching=Batching(mask="encoder_hidden_states_mask", mixes=True),
         caches=("first_block", "taylor_seer"),
     ),
     "stable-diffusion-3": Quirks(batching=Batching()),

@@ -52,15 +52,18 @@ def build_stage(
     name: str | None = None,
     limits: dict[str, int] | None = None,
     cache_bytes: int | None = None,
+    budget_bytes: int = 0,
     fast_decode: bool = False,
     tiled_decode: bool = False,
+    mixed_sizes: str = "auto",
 ) -> Stage:
     """An encode, denoise or decode stage with its components loaded.
 
-    `cache_bytes` bounds the encoder's embeddings or the denoiser's live jobs; None means their
-    defaults. `fast_decode` and `tiled_decode` are the decoder's (decoder_svc/stage.py). Raises
-    RefusedModel (common/models/errors.py) where the model cannot be served, naming file or
-    component.
+    `cache_bytes` bounds the encoder's embeddings or is the denoiser's block pool; None means their
+    defaults. `budget_bytes` is all that a denoiser may use of its device; 0: no limit.
+    `fast_decode` and `tiled_decode` are the decoder's (decoder_svc/stage.py), `mixed_sizes` the
+    denoiser's (mixing.py). Raises RefusedModel (common/models/errors.py) where the model cannot
+    be served, naming file or component.
     """
     if kind not in STAGES:
         raise ValueError(f"stage {kind!r} is none of {', '.join(STAGES)}")
@@ -71,6 +74,9 @@ def build_stage(
         settings = {"fast_decode": fast_decode, "tiled_decode": tiled_decode}
     elif cache_bytes is not None:
         settings = {"cache_bytes": cache_bytes}
+    if kind == DENOISE:
+        settings["budget_bytes"] = budget_bytes
+        settings["mixed_sizes"] = mixed_sizes
     stage: Stage = getattr(import_module(module), cls)(
         model,
         store,

@@ -6,6 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from common.asks import Ask
+from common.redis_url import shown
 from services.cli.terminal import Exit, fail
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def find_host(client: Client, wanted: str | None) -> str:
     if name in there and name is not None:
         return name
     if not there:
-        fail(f"no `slackwater up` runs on {client.url} with the prefix {client.keys.prefix}")
+        fail(f"no `slackwater up` runs on {shown(client.url)} with the prefix {client.keys.prefix}")
     elif wanted:
         fail(f"no `slackwater up` runs on {wanted}; there are {', '.join(there)}")
     else:

@@ -27,6 +27,8 @@ COMMANDS = {
     "record": ("services.cli.record", "write a live pool's jobs as a trace"),
     "policies": ("services.cli.policies", "scheduling policies; which one leads; change it"),
     "simulate": ("services.cli.simulate", "run a trace through policies, without a machine"),
+    "janitor": ("services.cli.janitor", "sweep up what deaths have left in Redis"),
+    "acl": ("services.cli.acl", "print Redis users for a pool, one for each role"),
     "down": ("services.cli.down", "stop a running pool"),
 }
 

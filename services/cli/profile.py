@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.redis_url import shown
 from services.cli import terminal
 from services.cli.terminal import Exit, fail, print_json
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if pool is not None:
         with pool:
             pool.ask(Ask((("HSET", pool.keys.profile, profile.model, profile.to_text()),)))
-            stored = pool.url
+            stored = shown(pool.url)
     if args.json:
         print_json({"file": str(out), "stored": stored, **profile.to_json()})
     else:

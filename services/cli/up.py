@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.redis_url import shown
 from common.settings import Settings
 from services.cli.terminal import Exit, fail, print_json, settings_of
 from services.pool.local import START_S, STOP_S, LocalPool, PoolError
@@ -51,6 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--http", type=int, metavar="PORT",
         help="also serve HTTP, OpenAI's API and ours, on this port of http_host (docs/http.md)",
     )  # fmt: skip
+    parser.add_argument(
+        "--celery", action="store_true",
+        help="also take jobs from Celery's programs, send webhooks and upload (docs/celery.md)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="say where it is as JSON, one line")
     group = parser.add_argument_group("settings")
     for name, field in Settings.model_fields.items():
@@ -80,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         state_dir=args.state_dir or default_state_dir(),
         port=args.port or DEFAULT_PORT,
         http=args.http is not None,
+        celery=args.celery,
         start_s=args.start_s,
         stop_s=args.stop_s,
         say=lambda line: print(line, file=sys.stderr, flush=True),
@@ -94,6 +100,8 @@ def check(args: argparse.Namespace, settings: Settings) -> str:
             return f"--{name}: {getattr(args, name)}; 0 to 256 are possible"
     if args.http is not None and importlib.util.find_spec("fastapi") is None:
         return "--http: wants more packages: pip install 'slackwater[gateway]'"
+    if args.celery and importlib.util.find_spec("celery") is None:
+        return "--celery: wants more packages: pip install 'slackwater[celery]'"
     looks_like_path = settings.model.startswith((".", "/", "~")) or settings.model.count("/") != 1
     if not settings.noop and looks_like_path and not Path(settings.model).is_dir():
         return f"--model: {settings.model}: {MODEL_MISSING}"
@@ -138,7 +146,7 @@ def _show(pool: LocalPool, as_json: bool) -> None:
     if as_json:
         print_json(
             {
-                "redis_url": pool.redis_url,
+                "redis_url": shown(pool.redis_url),
                 "prefix": pool.settings.prefix,
                 "model": pool.settings.served_name(),
                 "pid": os.getpid(),
@@ -154,6 +162,8 @@ def _show(pool: LocalPool, as_json: bool) -> None:
     default = pool.redis_url == f"redis://127.0.0.1:{DEFAULT_PORT}/0"
     where = "" if default else f"  (the commands below find it by {pool.state_dir}/pool.json)"
     http = f"\n  HTTP   {pool.http_url}/docs" if pool.http_url else ""
-    print(f"\n  model  {pool.settings.served_name()}\n  Redis  {pool.redis_url}{where}{http}\n")
+    print(
+        f"\n  model  {pool.settings.served_name()}\n  Redis  {shown(pool.redis_url)}{where}{http}\n"
+    )
     print('  slackwater submit "a red circle on a blue background" --wait --save out')
     print("  slackwater ps        slackwater scale denoise 2        Ctrl-C stops it", flush=True)

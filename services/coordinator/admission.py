@@ -126,7 +126,7 @@ class Admission:
         if misses and alone.known and (self.admit == "feasible" or spec.on_late == "drop"):
             return self._unreachable(spec, alone_s, max(late_s, 0.0), queue)
         margin_s = 0.0 if alone.known else alone.margin_s
-        return Submit(spec, candidate, eta_s, margin_s, best_effort=misses)
+        return Submit(spec, candidate, eta_s, margin_s, misses, job.batch)
 
     def _unreachable(self, spec: JobSpec, alone_s: float, late_s: float, queue: Queue) -> Refuse:
         left_s = (spec.deadline_s or 0.0) - queue.now

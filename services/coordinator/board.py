@@ -5,6 +5,8 @@ The policy sees the ranks through `view`; this keeps that picture true.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from services.coordinator.events import WorkerInfo
 from services.coordinator.state import Flight
 from services.policies.base import Rank, Running, View
@@ -25,11 +27,19 @@ class Board:
         if worker.draining or worker.hung:
             self.ranks.pop(worker.name, None)
         elif worker.name not in self.ranks and worker.stage:
-            self.ranks[worker.name] = Rank(worker.name, worker.stage, worker.models)
+            rank = Rank(worker.name, worker.stage, worker.models, most_units=worker.most_units)
+            self.ranks[worker.name] = rank
             for flight in self.flights.values():  # it may have been away only for us
                 if worker.name in flight.silent:
                     self.show(flight, worker.name)
         self.arrange()
+
+    def beat(self, workers: Iterable[WorkerInfo]) -> None:
+        """What their heartbeats say of their memory."""
+        for worker in workers:
+            rank = self.ranks.get(worker.name)
+            if rank is not None:
+                rank.most_units = worker.most_units
 
     def leave(self, name: str) -> list[Flight]:
         """A worker went: what was in flight there."""
@@ -67,7 +77,7 @@ class Board:
                 continue
             shown = Running(
                 flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop,
-                flight.jobs[1:],
+                flight.jobs[1:], flight.goes_on,
             )  # fmt: skip
             if rank.running is None or rank.running.seq == flight.seq:
                 rank.running = shown

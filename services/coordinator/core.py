@@ -14,12 +14,13 @@ from typing import Any
 from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import MessageError, unpack_handles
-from common.stage import DENOISE, ENCODE
+from common.stage import ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission, Queue
 from services.coordinator.board import Board
 from services.coordinator.deciding import decide
 from services.coordinator.hung import Watch
+from services.coordinator.learning import learn
 from services.coordinator.limits import Limits, is_out_of_time, out_of_time
 from services.coordinator.recovery import recover
 from services.coordinator.state import (
@@ -32,7 +33,7 @@ from services.coordinator.state import (
     timings,
 )
 from services.costs.model import CostModel, Shape
-from services.policies.base import Candidate, Policy, View
+from services.policies.base import Candidate, Pass, Policy, View
 from services.policies.contained import Contained
 
 Effects = list[ev.Effect]
@@ -46,7 +47,7 @@ class Core:
         self.costs = costs
         self.admission = admission
         self.view = view
-        view.shared_step_s = self._shared_step_s
+        view.shared_s = self._shared_s
         self.board = Board(view)
         self.manifests: Mapping[str, Mapping[str, Any]] = {}
         self.jobs: dict[str, Job] = {}
@@ -90,6 +91,7 @@ class Core:
                 self.board.join(event.worker)
                 return []
             case ev.Beats():
+                self.board.beat(event.workers)
                 return self.watch.look(self, event.workers)
             case ev.Left():
                 return self._left(event)
@@ -174,9 +176,9 @@ class Core:
             self.costs.set_prior(model, manifest.get("costs", {}))
         return []
 
-    def _shared_step_s(self, candidate: Candidate, rows: int) -> float:
-        shape = Shape(candidate.tokens, rows, 1)
-        return self.costs.estimate(candidate.model, DENOISE, shape)
+    def _shared_s(self, shared: Pass) -> tuple[float, bool]:
+        shape = Shape(shared.tokens, shared.rows, 1)
+        return self.costs.shared(shared.model, shared.stage, shape, shared.mixed)
 
     def _policy_chosen(self, event: ev.PolicyChosen) -> Effects:
         """Another policy leads from the next decision on; what runs goes on."""
@@ -238,6 +240,7 @@ class Core:
         ran = [self.jobs[row.job] for row in report.rows if row.job in self.jobs]
         if not report.returned:
             self.watch.worked(report.worker, report.stage, ran)
+            learn(self.costs, report, event.accepted, self.jobs)
         effects: Effects = []
         for row, accepted in zip(report.rows, event.accepted, strict=False):
             job = self.jobs.get(row.job)
@@ -251,8 +254,8 @@ class Core:
             if row.error_code:
                 effects += self._row_failed(job, row.error_code, row.error, now)
                 continue
-            self._learn(job, report.stage, row.step_s or row.seconds, row.rows)
-            job.skipped, job.rows = row.skipped, max(job.rows, row.rows)
+            job.note_rows(row)
+            job.skipped = row.skipped
             job.step, job.stage, job.handles = row.step, row.next_stage, row.handles
             job.outputs = row.outputs
             if job.started_s is None:
@@ -265,12 +268,6 @@ class Core:
             else:
                 self.ready(job)
         return effects
-
-    def _learn(self, job: Job, stage: str, seconds: float, rows: int) -> None:
-        shape = Shape(0, 1, job.shape.forwards) if stage == ENCODE else job.shape
-        if rows and stage == DENOISE:  # what was timed is the pass that it shared
-            shape = Shape(shape.tokens, rows, 1)
-        self.costs.observe(job.spec.model, stage, shape, seconds)
 
     def _row_failed(self, job: Job, code: str, error: str, now: float) -> Effects:
         job.attempts += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.job import ErrorCode, JobStatus
@@ -10,7 +11,7 @@ from common.stage import DENOISE
 from services.coordinator import events as ev
 from services.coordinator.standing import standings
 from services.coordinator.state import Flight, Job
-from services.policies.base import Degrade, Doomed, Preempt, Recall, Run, cost_s
+from services.policies.base import Candidate, Degrade, Doomed, Preempt, Recall, Run, cost_s
 
 if TYPE_CHECKING:
     from services.coordinator.core import Core, Effects
@@ -72,7 +73,9 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
     stops = [min(stop, job.steps) for (_, stop), job in zip(rows, jobs, strict=True)]
     candidates = [core.policy.waiting(name) for name, _ in rows]
     pairs = list(zip(candidates, stops, strict=True))
-    if decision.step_s:
+    if decision.step_s and rank.stage != DENOISE:
+        expected_s = decision.step_s
+    elif decision.step_s:
         expected_s = decision.step_s * max(stop - c.step for c, stop in pairs)
     else:
         expected_s = sum(cost_s(c, stop) for c, stop in pairs)
@@ -87,6 +90,7 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
         jobs=tuple(job.spec.id for job in jobs),
         candidate=candidates[0],
         stop=stops[0],
+        goes_on=rank.stage == DENOISE and any(stop < c.steps for c, stop in pairs),
         expected_s=expected_s,
         begins_s=rank.free_at(now),
         ends_s=rank.free_at(now) + expected_s,
@@ -99,12 +103,22 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
             stage=flight.stage,
             model=jobs[0].spec.model,
             members=flight.members,
-            rows=tuple(job.row(stop) for job, stop in zip(jobs, stops, strict=True)),
+            rows=tuple(
+                job.row(stop, _latest_s(candidate, stop, now))
+                for job, (candidate, stop) in zip(jobs, pairs, strict=True)
+            ),
             expected_s=expected_s,
             together=bool(decision.step_s),
             slacks_s=tuple(candidate.slack_s(now) for candidate in candidates),
         )
     ]
+
+
+def _latest_s(candidate: Candidate, stop: int, now: float) -> float:
+    """When what is left after this task must begin, to be in time; never for one that is late."""
+    if candidate.slack_s(now) < 0:
+        return inf
+    return now + candidate.slack_s(now) + cost_s(candidate, stop)
 
 
 def _doomed(core: Core, job: Job, now: float) -> Effects:

@@ -8,6 +8,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from common.job import ErrorCode, JobSpec, JobStatus, OutputFile, Result
 from common.keys import Keys
+from common.messages import pack
 from common.scripts import Call, Transitions, ms, text
 from services.coordinator import events as ev
 from services.coordinator.leader import Fenced
@@ -41,7 +42,7 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
                 "admission": "best_effort" if effect.best_effort else "accepted",
                 "eta": ms(effect.eta_s),
                 "eta_margin": ms(effect.eta_margin_s),
-                "batch_key": candidate.batch,
+                "batch_key": effect.batch,
                 "as_of": ms(now),
             }
             return t.submit(spec, candidate.steps, now, public)
@@ -66,7 +67,7 @@ def call_of(effect: ev.Effect, t: Transitions, now: float) -> Call:
             staged = [(int(o["seq"]), int(o["n"])) for o in effect.outputs]
             return t.finish(
                 effect.spec.id, str(effect.status), result_of(effect, t.keys, now).to_wire(),
-                staged, now, effect.error_code, effect.error,
+                staged, now, effect.error_code, effect.error, outbox=_outbox(effect),
                 free_by=effect.free_by, dead=effect.error_code in DEAD_LETTERS,
                 late=effect.status is JobStatus.EXPIRED
                 or effect.error_code == ErrorCode.RUN_TIMEOUT,
@@ -113,6 +114,8 @@ def result_of(effect: ev.Finish, keys: Keys, now: float) -> Result:
         "on_late": spec.on_late,
         **({"min_inference_steps": spec.min_steps} if spec.min_steps else {}),
         **_timeouts(spec),
+        **({"callback_url": spec.callback_url} if spec.callback_url else {}),
+        **({"upload_url": spec.upload_url} if spec.upload_url else {}),
         "exact": spec.exact,
         "user": spec.user,
     }
@@ -135,6 +138,14 @@ def _timeouts(spec: JobSpec) -> dict[str, float]:
     """Those that were given, as they were."""
     given = {"queue_timeout_ms": spec.queue_timeout_s, "run_timeout_ms": spec.run_timeout_s}
     return {name: 1000 * limit_s for name, limit_s in given.items() if limit_s is not None}
+
+
+def _outbox(effect: ev.Finish) -> bytes:
+    """Who wants to be told of this end, for those who tell (docs/protocol.md); b"" for nobody."""
+    spec, succeeded = effect.spec, effect.status is JobStatus.SUCCEEDED
+    wanted = {"callback_url": spec.callback_url, "upload_url": spec.upload_url if succeeded else ""}
+    given = {name: url for name, url in wanted.items() if url}
+    return pack({"type": f"job.{effect.status}", **given}) if given else b""
 
 
 def _refusal(effect: ev.Refuse, job: str) -> Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from common.job import JobSpec, JobStatus
@@ -60,6 +61,7 @@ class WorkerInfo:
     draining: bool = False
     hung: str = ""  # what it hangs on, as a leader has marked it
     motion: Motion = field(default=Motion(), compare=False)  # differs at every heartbeat
+    most_units: float = field(default=inf, compare=False)  # rows × tokens that fit in its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ class Submit:
     eta_s: float
     eta_margin_s: float = 0.0
     best_effort: bool = False
+    batch: str = ""  # jobs of one key may share denoising steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class Dispatch:
     members: tuple[str, ...]
     rows: tuple[TaskRow, ...]
     expected_s: float
-    together: bool = False  # its rows share forward passes
+    together: bool = False  # its rows are to share forward passes
     slacks_s: tuple[float, ...] = ()  # of each row's job, as it is handed over
 
 

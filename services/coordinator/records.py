@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 from common.job import JobSpec
@@ -56,6 +57,7 @@ def read_workers(redis: Any, keys: Keys, names: Sequence[str]) -> dict[str, Work
                 draining=fields.get("draining") == "1",
                 hung=fields.get("hung", ""),
                 motion=_motion(fields),
+                most_units=_most_units(fields),
             )
             if "stage" in fields
             else None
@@ -70,6 +72,14 @@ def _motion(fields: dict[str, str]) -> Motion:
         return Motion(seq, still_ms / 1000, int(fields["beat"]) / 1000)
     except (KeyError, ValueError):
         return Motion()
+
+
+def _most_units(fields: dict[str, str]) -> float:
+    """What a worker says that its memory holds; one that says nothing, or 0, has found no limit."""
+    try:
+        return float(json.loads(fields["counts"])["most_units"]) or inf
+    except (KeyError, TypeError, ValueError):
+        return inf
 
 
 def read_active(redis: Any, keys: Keys) -> Iterator[Recovered]:

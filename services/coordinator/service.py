@@ -17,7 +17,7 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from common.clock import Clock, redis_clock
+from common.clock import Clock, patient_clock
 from common.keys import Keys
 from common.messages import MessageError, unpack_report
 from common.scripts import Scripts, Transitions, Ttls, text
@@ -25,13 +25,17 @@ from services.coordinator import events as ev
 from services.coordinator.core import Core
 from services.coordinator.effects import OutOfStep, answer_of, call_of, check_fence
 from services.coordinator.leader import Fenced, Leadership
+from services.coordinator.narration import Narration
 from services.coordinator.records import (
     read_active,
     read_manifests,
     read_profiles,
     read_workers,
 )
+from services.coordinator.replicas import Replicas
 from services.coordinator.steering import Steering
+from services.coordinator.watching import Watchers
+from services.janitor import Janitor
 
 log = logging.getLogger("slackwater.coordinator")
 
@@ -42,6 +46,8 @@ READ_COUNT = 128
 BLOCK_MS = 500
 LIVENESS_S = 1.0
 SAVE_COSTS_S = 10.0
+# Between two rounds of the janitor, and between two pages of keys within one.
+SWEEP_S, SWEEP_PAGE_S = 60.0, 0.05
 
 
 class Coordinator:
@@ -57,22 +63,29 @@ class Coordinator:
         worker_lease_s: float = 5.0,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        wait_replicas: int = 0,
     ) -> None:
         self.redis = redis
         self.keys = keys
-        self.clock = clock or redis_clock(redis)
+        self.clock = clock or patient_clock(redis)
         self.scripts = Scripts(redis)
         self.transitions = Transitions(keys, ttls, Leadership.new_nonce())
         self.leadership = Leadership(self.scripts, self.transitions, lease_s)
         self.worker_lease_s = worker_lease_s
         self._sleep = sleep
+        self._replicas = Replicas(redis, wait_replicas)
         self._make_core = make_core
         self.core = make_core()
         self.steering = Steering(redis, keys, self.core.policy.name)
+        self.watchers = Watchers([Narration()])
+        self.leads = self.away = False
+        self.lost_leads = self.outages = 0
         self._answered_s = -math.inf  # when Redis last answered
         self._well_since = 0.0  # it has answered ever since: so it has to workers, if they live
         self._looked = 0.0
         self._saved = 0.0
+        self._janitor = Janitor(redis, keys, ttls, self.clock)
+        self._sweep_at = math.inf
 
     # -- leadership ----------------------------------------------------------------------
 
@@ -90,6 +103,7 @@ class Coordinator:
         if not leads:
             return False
         self.rebuild()
+        self.leads = True
         return True
 
     def rebuild(self) -> None:
@@ -108,6 +122,7 @@ class Coordinator:
         for recovered in sorted(read_active(self.redis, self.keys), key=lambda r: r.seq):
             effects += core.handle(recovered, now)
         self.steering.begin()
+        self._sweep_at = now + SWEEP_S
         log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.board.workers))
         self._carry_out(effects)
 
@@ -117,40 +132,42 @@ class Coordinator:
         if now - self._answered_s > self.worker_lease_s / 2:
             self._well_since = now
         self._answered_s = now
+        if self.away:
+            log.warning("Redis is back")
+            self.away = False
 
     # -- the loop ------------------------------------------------------------------------
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Lead whenever possible until told to stop; survives Redis going away."""
-        leading, pause, away = False, 0.1, False
+        pause = 0.1
         block_ms = min(BLOCK_MS, int(1000 * self.leadership.lease_s / 3))
         while not should_stop():
             try:
-                if not leading:
-                    leading = self.lead()
-                    if not leading:
-                        self._sleep(self.leadership.lease_s / 6)
-                        continue
+                if not self.leads and not self.lead():
+                    self._sleep(self.leadership.lease_s / 6)
+                    continue
                 self.step(block_ms)
-                if away:
-                    log.warning("Redis is back")
-                pause, away = 0.1, False
+                pause = 0.1
             except (Fenced, OutOfStep) as error:
                 log.warning("%s; starting over from the records", error)
-                leading = False
+                self.lost_leads += isinstance(error, Fenced)
+                self.leads = False
             except (RedisError, OSError) as error:
                 if isinstance(error, ResponseError):
                     log.exception("Redis refused; starting over in %.1f s", pause)
-                elif not away:  # once, not at every try
+                elif not self.away:  # once, not at every try
                     log.warning("Redis is away (%s); trying again", error)
-                    away = True
-                leading, self._answered_s = False, -math.inf
+                    self.away = True
+                    self.outages += 1
+                self.leads, self._answered_s = False, -math.inf
                 self._sleep(pause)
                 pause = min(1.0, pause * 2)
-        if leading:
+        if self.leads:
             with contextlib.suppress(RedisError, OSError):
                 self._save_costs()
                 self.leadership.release()
+            self.leads = False
 
     def step(self, block_ms: int) -> bool:
         """Read what came, act on it, decide. True if there was anything."""
@@ -163,6 +180,8 @@ class Coordinator:
         if now - self._saved >= SAVE_COSTS_S:
             self._save_costs()
             self._load_profiles()
+        if now >= self._sweep_at:
+            self._sweep(now)
         if self.core.wake_at is not None:
             block_ms = min(block_ms, max(1, int(1000 * (self.core.wake_at - now))))
         entries = self._read(block_ms)
@@ -173,6 +192,7 @@ class Coordinator:
             if stream == self.keys.reports:
                 handled.append(entry)
             for event in self._events_of(stream, entry, fields):
+                self.watchers.heard(event, self.core, now)
                 effects += self.core.handle(event, now)
         effects += self.core.handle(ev.Tick(), now)
         self._carry_out(effects, handled)
@@ -215,12 +235,15 @@ class Coordinator:
         name = text(fields.get(b"worker", b""))
         if kind == b"bye":
             if b"why" in fields:
-                log.error("worker %s took itself out: %s", name, text(fields[b"why"]))
+                why = text(fields[b"why"])
+                log.error("worker %s took itself out: %s", name, why, extra={"worker": name})
             return [ev.Left(name, lost=False)]
         worker = read_workers(self.redis, self.keys, [name])[name]
         if worker is None:
             return []
-        log.info("worker %s joined: %s, %s", name, worker.stage, " ".join(worker.models))
+        said = {"worker": name, "stage": worker.stage}
+        models = " ".join(worker.models)
+        log.info("worker %s joined: %s, %s", name, worker.stage, models, extra=said)
         manifests = read_manifests(self.redis, self.keys)
         return [ev.ManifestsRead(manifests), ev.Joined(worker)]
 
@@ -229,9 +252,11 @@ class Coordinator:
         go on with what it wants then."""
         pending, acks = effects, [self.transitions.ack(handled)] if handled else []
         while pending or acks:
-            now = self.clock()
-            calls = [call_of(effect, self.transitions, now) for effect in pending]
+            sent = self.clock()
+            calls = [call_of(effect, self.transitions, sent) for effect in pending]
             replies = self.scripts.run([*acks, *calls])
+            if any(isinstance(effect, ev.Submit | ev.Finish) for effect in pending):
+                self._replicas.wait()
             if acks:
                 check_fence(replies.pop(0))
                 acks = []
@@ -239,10 +264,12 @@ class Coordinator:
             following: list[ev.Effect] = []
             changed = False
             for effect, reply in zip(pending, replies, strict=True):
-                _log_effect(effect, reply)
                 answer = answer_of(effect, reply)
+                if not isinstance(reply, Exception):
+                    self.watchers.did(effect, text(reply[0]), self.core, sent)
                 if answer is not None:
                     changed = True
+                    self.watchers.heard(answer, self.core, now)
                     following += self.core.handle(answer, now)
             if changed and not _only_dispatched(pending, replies):
                 following += self.core.handle(ev.Tick(), now)
@@ -262,13 +289,23 @@ class Coordinator:
             if worker is not None and worker != known:
                 effects += self.core.handle(ev.Joined(worker), now)
             elif worker is None and now >= self._well_since + self.worker_lease_s:
-                log.warning("worker %s is gone: its lease ran out", name)
-                effects += self.core.handle(ev.Left(name, lost=True), now)
+                log.warning("worker %s is gone: its lease ran out", name, extra={"worker": name})
+                left = ev.Left(name, lost=True)
+                self.watchers.heard(left, self.core, now)
+                effects += self.core.handle(left, now)
         for name in set(self.core.board.workers) - set(names):
             effects += self.core.handle(ev.Left(name, lost=False), now)
         beats = ev.Beats(tuple(worker for worker in found.values() if worker is not None))
         effects += self.core.handle(beats, now)
         self._carry_out(effects)
+
+    def _sweep(self, now: float) -> None:
+        """One page of what may be left over. Raises OutOfStep where jobs were put right."""
+        self._sweep_at = now + SWEEP_S  # so late also where this page cannot be read
+        if self._janitor.step():
+            self._sweep_at = now + SWEEP_PAGE_S
+        elif self._janitor.counts["jobs"] or self._janitor.counts["unlisted"]:
+            raise OutOfStep("the records of some jobs had to be put right")
 
     def _steer(self, now: float) -> None:
         chosen = self.steering.look()
@@ -298,20 +335,3 @@ def _only_dispatched(effects: list[ev.Effect], replies: list[Any]) -> bool:
         for effect, reply in zip(effects, replies, strict=True)
         if not isinstance(reply, RedisError)
     )
-
-
-def _log_effect(effect: ev.Effect, reply: Any) -> None:
-    """One line a transition, the job in each."""
-    match effect:
-        case ev.Dispatch(seq=seq, stage=stage, rows=rows):
-            steps = f" {rows[0].start}–{rows[0].stop}" if rows[0].stop else ""
-            log.info("job %s %s%s → %s (seq %d)", " ".join(r.job for r in rows), stage,
-                     steps, " ".join(effect.members), seq)  # fmt: skip
-        case ev.Finish(spec=spec, status=status):
-            log.info("job %s %s %s", spec.id, status, effect.error)
-        case ev.Refuse(ids=ids, error=error):
-            log.info("push %s refused: %s", ids[-1], error)
-        case ev.Yield(seq=seq):
-            log.info("seq %d asked to yield", seq)
-        case ev.Void(seq=seq, forced=forced):
-            log.info("seq %d taken back%s", seq, " from a lost worker" if forced else "")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
-from common.batching import batch_key
 from common.job import ErrorCode, JobSpec
-from common.messages import TaskRow, pack
+from common.messages import ReportRow, TaskRow, pack
 from common.stage import DECODE, DENOISE, ENCODE
+from services.coordinator.sharing import keys_of, rows_of, shapes_of
 from services.costs.model import CostModel, Quote, Shape, shape_of
 from services.policies.base import Candidate
 
@@ -39,11 +40,11 @@ class Job:
     """One active job. Times in seconds since the epoch by Redis' clock."""
 
     spec: JobSpec
-    shape: Shape
+    shapes: Mapping[str, Shape]  # by stage, of it alone
+    keys: Mapping[str, str]  # by stage: jobs of one key may share passes; "": it runs alone
     steps: int
     deadline_s: float
     packed_params: bytes
-    batch: str = ""  # jobs of one key may share forward passes; "": it runs alone
     stage: str = ENCODE
     step: int = 0
     seq: int = 0  # the dispatch it waits for, 0 when it is ready
@@ -57,25 +58,34 @@ class Job:
     chunks: int = 0
     skipped: int = 0  # forward passes that its step cache left out
     rows: int = 0  # of the largest forward pass it shared
+    row_steps: int = 0  # rows of the passes of all its steps, added up
+    steps_run: int = 0  # of which those are
     doomed: bool = False
     canceled: bool = False
     ending: bool = False  # a Finish is on its way
 
     @classmethod
     def of(cls, spec: JobSpec, manifest: Mapping[str, Any]) -> Job:
-        shape, batch = shape_of(spec.params, manifest), ""
-        if manifest.get("batch"):
-            batch = batch_key(spec.params, manifest, spec.exact)
-        if batch:  # its branches share one forward pass, whoever else is in it
-            shape = Shape(shape.tokens, shape.n * shape.forwards, 1)
+        keys = keys_of(spec, manifest)
         return cls(
             spec=spec,
-            shape=shape,
-            batch=batch,
+            # Its branches share one forward pass, whoever else is in it.
+            shapes=shapes_of(shape_of(spec.params, manifest), merges=bool(keys[DENOISE])),
+            keys=keys,
             steps=int(spec.params.get("num_inference_steps") or 1),
             deadline_s=spec.deadline_s or spec.arrival_s,
             packed_params=pack(spec.params),
         )
+
+    @property
+    def shape(self) -> Shape:
+        """Of its denoising steps."""
+        return self.shapes[DENOISE]
+
+    @property
+    def batch(self) -> str:
+        """Its batch key (common/batching.py)."""
+        return self.keys[DENOISE]
 
     def respecify(self, spec: JobSpec) -> None:
         """The same job with other parameters."""
@@ -89,26 +99,39 @@ class Job:
         if place > self.reached:
             self.reached, self.attempts = place, 0
 
-    def row(self, stop: int) -> TaskRow:
+    def note_rows(self, row: ReportRow) -> None:
+        """How many rows there were in its passes of the chunk that `row` reports, at most; alone
+        and exact, its own pictures."""
+        self.rows = max(self.rows, row.rows)
+        steps = row.step - self.step
+        if self.stage == DENOISE and steps > 0:
+            self.steps_run += steps
+            self.row_steps += steps * (row.rows or self.shapes[DECODE].n)
+
+    def row(self, stop: int, latest_s: float = inf) -> TaskRow:
         start, end = (self.step, stop) if self.stage == DENOISE else (0, 0)
-        return TaskRow(self.spec.id, start, end, self.spec.exact, self.packed_params, self.handles)
+        spec = self.spec
+        return TaskRow(
+            spec.id, start, end, spec.exact, self.packed_params, self.handles, latest_s,
+            spec.traceparent,
+        )  # fmt: skip
 
     def remaining_s(self, costs: CostModel) -> float:
         """Work left by the cost model, decode included; queueing is the policy's to judge."""
-        model, shape = self.spec.model, self.shape
-        left = costs.estimate(model, DECODE, shape)
+        model, shapes = self.spec.model, self.shapes
+        left = costs.estimate(model, DECODE, shapes[DECODE])
         if self.stage == DECODE:
             return left
-        left += (self.steps - self.step) * costs.estimate(model, DENOISE, shape)
+        left += (self.steps - self.step) * costs.estimate(model, DENOISE, shapes[DENOISE])
         if self.stage == ENCODE:
-            left += costs.estimate(model, ENCODE, shape)
+            left += costs.estimate(model, ENCODE, shapes[ENCODE])
         return left
 
     def alone(self, costs: CostModel) -> Quote:
         """What the whole job takes by itself, and how far that may be off."""
-        model, shape = self.spec.model, self.shape
-        parts = [(costs.quote(model, stage, shape), 1) for stage in (ENCODE, DECODE)]
-        parts.append((costs.quote(model, DENOISE, shape), self.steps))
+        model, shapes = self.spec.model, self.shapes
+        parts = [(costs.quote(model, stage, shapes[stage]), 1) for stage in (ENCODE, DECODE)]
+        parts.append((costs.quote(model, DENOISE, shapes[DENOISE]), self.steps))
         return Quote(
             seconds=sum(times * quote.seconds for quote, times in parts),
             margin_s=sum(times * quote.margin_s for quote, times in parts),
@@ -116,22 +139,22 @@ class Job:
         )
 
     def candidate(self, costs: CostModel) -> Candidate:
-        model, shape = self.spec.model, self.shape
+        model, stage, shape = self.spec.model, self.stage, self.shapes[self.stage]
         return Candidate(
             job=self.spec.id,
-            stage=self.stage,
+            stage=stage,
             model=model,
             arrival_s=self.spec.arrival_s,
             deadline_s=self.deadline_s,
             priority=self.spec.priority,
             remaining_s=self.remaining_s(costs),
-            task_s=0.0 if self.stage == DENOISE else costs.estimate(model, self.stage, shape),
-            step_s=costs.estimate(model, DENOISE, shape),
+            task_s=0.0 if stage == DENOISE else costs.estimate(model, stage, shape),
+            step_s=costs.estimate(model, DENOISE, self.shapes[DENOISE]),
             step=self.step,
             steps=self.steps,
             fewest=self.spec.min_steps if self.step == 0 else 0,
-            batch=self.batch,
-            rows=shape.n,
+            batch=self.keys[stage],
+            rows=rows_of(shape),
             tokens=shape.tokens,
             doomed=self.doomed,
             suspect=self.attempts > 0,
@@ -151,6 +174,7 @@ class Flight:
     begins_s: float = 0.0  # when it began, or should
     ends_s: float = 0.0
     stop: int = 0  # the step before which its first row's chunk ends
+    goes_on: bool = False  # one of its jobs has steps left after it
     yielding: bool = False
     voiding: bool = False
     started: bool = False  # Redis said so: it cannot be taken back
@@ -172,6 +196,8 @@ def timings(job: Job, now: float) -> Mapping[str, float]:
     out["chunks"] = job.chunks
     if job.rows:
         out["batch_rows"] = job.rows
+    if job.steps_run:
+        out["rows_per_step"] = round(job.row_steps / job.steps_run, 2)
     if job.skipped:
         out["forwards_skipped"] = job.skipped
     return out

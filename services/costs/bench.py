@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -122,6 +122,19 @@ class Bench:
             DENOISE,
             [Row(f"profile-{i}", params, embeds, 0, steps, exact=rows == 1) for i in range(rows)],
         )
+
+    def denoise_mix(self, jobs: Sequence[dict[str, Any]], embeds: Handles, packed: bool) -> Run:
+        """All steps of jobs of several sizes in one chunk: one forward a step, or one a size."""
+        denoiser: Any = self._stages[DENOISE]
+        chosen, denoiser.model.mixed = denoiser.model.mixed, "packed" if packed else None
+        rows = [
+            Row(f"profile-{i}", params, embeds, 0, int(params["num_inference_steps"]), exact=False)
+            for i, params in enumerate(jobs)
+        ]
+        try:
+            return self._run(DENOISE, rows)
+        finally:
+            denoiser.model.mixed = chosen
 
     def decode(self, params: dict[str, Any], handles: Handles) -> Run:
         return self._run(DECODE, [Row("profile-0", params, handles)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from common.stage import DECODE, DENOISE, ENCODE
-from services.costs.shape import Shape, of_prompt
+from services.costs.shape import Shape, at_stage
 from services.costs.table import Fit
 from services.costs.window import WINDOW, Window
 
@@ -62,6 +62,7 @@ class Learned:
         self.measured_here = False  # the fit, on this pool's machines
         self.claim: Fit | None = None
         self.estimates: dict[Shape, float] = {}  # worked out since the last report
+        self._passes: dict[Shape, tuple[float, bool]] = {}  # as well
         self._windows: OrderedDict[Shape, Window] = OrderedDict()
         self._speed = Window()  # reported over fitted
         # Reports set aside, over what was expected.
@@ -78,20 +79,20 @@ class Learned:
             return
         self.fit, self.measured_here, self._speed = fit, measured_here, Window()
         for shape, window in self._windows.items():
-            if len(window) >= ENOUGH:
+            if len(window) >= ENOUGH and _covers(fit, shape):
                 self._speed.add(self._reports, window.value / fit.seconds(shape))
-        self.estimates.clear()
+        self._forget_answers()
 
     def set_claim(self, claim: Fit) -> None:
         self.claim = claim
-        self.estimates.clear()
+        self._forget_answers()
 
     def remember(self, shape: Shape, seconds: float) -> None:
         """An estimate of an earlier life, worth as much as enough reports."""
         window = self._window(self._of(shape))
         for _ in range(ENOUGH):
             window.add(self._reports, seconds)
-        self.estimates.clear()
+        self._forget_answers()
 
     def observe(self, shape: Shape, seconds: float) -> None:
         shape = self._of(shape)
@@ -104,9 +105,9 @@ class Learned:
             self._drift.append((self._reports, shape, seconds / expected))
             self._follow()
         self._window(shape).add(self._reports, seconds)
-        if self.fit is not None:
+        if self.fit is not None and _covers(self.fit, shape):
             self._speed.add(self._reports, seconds / self.fit.seconds(shape))
-        self.estimates.clear()
+        self._forget_answers()
 
     def _is_real(self, times: float) -> bool:
         """Whether a report that is `times` too long is one of many such."""
@@ -160,6 +161,39 @@ class Learned:
             return Quote(seconds, CLAIMED * seconds, False)
         return other
 
+    def shared(self, shape: Shape) -> tuple[float, bool]:
+        """Seconds of a pass that several jobs share, and whether that is known: reported often
+        enough, or with fewer and with more rows, or in the range of a table whose speed is known.
+        Kept until the next report."""
+        found = self._passes.get(shape)
+        if found is None:
+            tokens = 0 if self.stage == ENCODE else shape.tokens
+            asked = Shape(tokens, shape.n, shape.forwards)
+            found = self._passes[shape] = self._shared(asked)
+        return found
+
+    def _shared(self, shape: Shape) -> tuple[float, bool]:
+        quote = self.quote(shape)
+        reported = len(self._windows.get(shape, ())) >= ENOUGH
+        if reported or (self.fit is not None and self._fitted(self.fit, shape).known):
+            return quote.seconds, True
+        between = self._between(shape)
+        return (quote.seconds, False) if between is None else (between, True)
+
+    def _between(self, shape: Shape) -> float | None:
+        """On the straight line between passes of fewer and of more rows that were reported."""
+        alike = {
+            s.n: window.value
+            for s, window in self._windows.items()
+            if len(window) >= ENOUGH and (s.tokens, s.forwards) == (shape.tokens, shape.forwards)
+        }
+        fewer = max((n for n in alike if n < shape.n), default=None)
+        more = min((n for n in alike if n > shape.n), default=None)
+        if fewer is None or more is None:
+            return None
+        rise_s = (alike[more] - alike[fewer]) / (more - fewer)
+        return alike[fewer] + (shape.n - fewer) * rise_s
+
     def shapes(self) -> list[Shape]:
         """Those that reports are known of."""
         return list(self._windows)
@@ -207,12 +241,16 @@ class Learned:
         window = self._windows.get(shape)
         if window is not None and len(window) >= ENOUGH:
             return window.value
-        if self.fit is not None and len(self._speed) >= ENOUGH:
+        if self.fit is not None and len(self._speed) >= ENOUGH and _covers(self.fit, shape):
             return self.fit.seconds(shape) * self._speed.value
         return None
 
     def _of(self, shape: Shape) -> Shape:
-        return of_prompt(shape) if self.stage == ENCODE else shape
+        return at_stage(shape, self.stage)
+
+    def _forget_answers(self) -> None:
+        self.estimates.clear()
+        self._passes.clear()
 
     def _window(self, shape: Shape) -> Window:
         window = self._windows.get(shape)
@@ -222,6 +260,12 @@ class Learned:
                 self._windows.popitem(last=False)
         self._windows.move_to_end(shape)
         return window
+
+
+def _covers(fit: Fit, shape: Shape) -> bool:
+    """Whether a table says anything of so many rows: beyond those that were measured it goes on in
+    proportion, which passes that several jobs share do not, and says nothing of the speed."""
+    return shape.n <= fit.range.get("n", (1, shape.n))[1]
 
 
 def _believed(window: Window, expected: float) -> float:

@@ -28,6 +28,7 @@ PICTURES = (1, 2, 4)
 ROWS = (1, 2, 4, 8)
 STEPS = (2, 4, 8, 16, 32)  # for the line of time against steps
 WORDS = (2, 6, 12, 24)  # of the prompts encoded
+MIX = (4, 1, 1)  # jobs of the smallest, middle and largest size that are timed together
 # A chunk that is timed takes about so long, and at least and at most so many steps.
 CHUNK_S, LEAST_STEPS, MOST_STEPS = 0.1, 3, 12
 
@@ -49,6 +50,7 @@ class Measured:
     prompt_tokens: int  # of a usual prompt
     batch: list[dict[str, Any]]
     steps: dict[str, Any]
+    mixed: dict[str, Any]
 
 
 def plan_of(
@@ -100,7 +102,8 @@ def measure(bench: Bench, plan: Plan, say: Callable[[str], None]) -> Measured:
         shapes = list(_shapes(bench, plan, embeds))
         rows = list(_rows(bench, plan, embeds[1]))
         steps = list(_steps(bench, plan, embeds[1]))
-        probes = [*prompts, *shapes, *rows, *steps]
+        mixed = list(_mixed(bench, plan, embeds[1]))
+        probes = [*prompts, *shapes, *rows, *steps, *mixed]
         for number in range(plan.repeats):
             say(f"round {number + 1} of {plan.repeats}, {len(probes)} measurements each")
             random.Random(number).shuffle(probes)
@@ -117,7 +120,9 @@ def measure(bench: Bench, plan: Plan, say: Callable[[str], None]) -> Measured:
         for probe in shapes
         if stage in probe.least
     ]
-    return Measured(samples, usual, _curves(rows), _line_through(steps))
+    return Measured(
+        samples, usual, _curves(rows), _line_through(steps), _packed_against_grouped(plan, mixed)
+    )
 
 
 def _prompts(bench: Bench) -> Iterator[Probe]:
@@ -186,6 +191,33 @@ def _rows(bench: Bench, plan: Plan, embeds: Handles) -> Iterator[Probe]:
             yield Probe(run, shape_of(params, bench.manifest), size, count=rows)
 
 
+def _mixed(bench: Bench, plan: Plan, embeds: Handles) -> Iterator[Probe]:
+    """Jobs of several sizes in one forward and in one a size, where the model can do the first."""
+    sizes = mix_of(plan)
+    if "mixed" not in (bench.manifest.get("batch") or {}) or len(set(sizes)) < 2:
+        return
+    steps, _ = _bounds(bench, LEAST_STEPS, MOST_STEPS)
+    jobs = [bench.params(1, width=w, height=h, num_inference_steps=steps) for w, h in sizes]
+
+    def run() -> Mapping[str, float]:
+        took = {}
+        for name, packed in (("packed_s", True), ("grouped_s", False)):
+            done = bench.denoise_mix(jobs, embeds, packed)
+            for handles in done.handles:
+                bench.free(handles)
+            took[name] = done.seconds / steps
+        return took
+
+    run()
+    yield Probe(run, shape_of(jobs[0], bench.manifest))
+
+
+def mix_of(plan: Plan) -> list[Size]:
+    """The sizes of the jobs that are timed together."""
+    sizes = plan.sizes[0], plan.sizes[len(plan.sizes) // 2], plan.sizes[-1]
+    return [size for size, count in zip(sizes, MIX, strict=True) for _ in range(count)]
+
+
 def _steps(bench: Bench, plan: Plan, embeds: Handles) -> Iterator[Probe]:
     """Whole chunks of more and more steps, at the middle size."""
     width, height = plan.sizes[len(plan.sizes) // 2]
@@ -220,6 +252,18 @@ def _curves(probes: Sequence[Probe]) -> list[dict[str, Any]]:
         curve["rows"].append(probe.count)
         curve["step_s"].append(probe.least[DENOISE])
     return list(curves.values())
+
+
+def _packed_against_grouped(plan: Plan, probes: Sequence[Probe]) -> dict[str, Any]:
+    """Seconds a step of all jobs of the mix; empty where none was timed."""
+    for probe in probes:
+        least = probe.least
+        return {
+            "sizes": [list(size) for size in mix_of(plan)],
+            **least,
+            "speedup": least["grouped_s"] / least["packed_s"],
+        }
+    return {}
 
 
 def _line_through(probes: Sequence[Probe]) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from common.stage import DENOISE
 from services.costs.learned import Learned, Quote
 from services.costs.shape import Shape, shape_of
 from services.costs.table import Fit, fits_of
+from services.costs.window import Window
 
 log = logging.getLogger("slackwater.coordinator")
 
@@ -24,6 +26,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self._stages: dict[tuple[str, str], Learned] = {}
+        self._mixed: dict[str, Window] = {}  # by model: step times of mixed sizes over expected
 
     def set_prior(self, model: str, costs: Mapping[str, Any]) -> None:
         """What a manifest publishes: by stage, coefficients (services/costs/table.py).
@@ -60,6 +63,22 @@ class CostModel:
             return self._stages[model, stage].estimates[shape]
         except KeyError:
             return self._stage(model, stage).estimate(shape)
+
+    def shared(
+        self, model: str, stage: str, shape: Shape, mixed: bool = False
+    ) -> tuple[float, bool]:
+        """Seconds of a pass of `shape.n` rows of several jobs, and whether they are known. `mixed`:
+        the rows differ in size, and `shape` has as many of the largest as are as much work."""
+        seconds, known = self._stage(model, stage).shared(shape)
+        factor = self._mixed.get(model)
+        return (seconds * factor.value if mixed and factor else seconds), known
+
+    def observe_mixed(self, model: str, shape: Shape, seconds: float) -> None:
+        """A denoising step of rows of several sizes: how far off `shared` was without a factor.
+        Passes of one size are not estimated by it."""
+        expected, _ = self._stage(model, DENOISE).shared(shape)
+        if seconds > 0:
+            self._mixed.setdefault(model, Window()).add(0, seconds / expected)
 
     def quote(self, model: str, stage: str, shape: Shape) -> Quote:
         """An estimate that says how far it may be off, and whether it was ever measured."""

@@ -63,6 +63,7 @@ def _profile(
         rows=tuple(_row(sample, fits[sample.stage]) for sample in measured.samples),
         batch=tuple(measured.batch),
         steps=measured.steps,
+        mixed=measured.mixed,
         held_out_error={stage: error for stage, error in errors.items() if error is not None},
     )
 

@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Frames that video models make one of, after the first: Wan, HunyuanVideo and Qwen's VAE.
-FRAMES = 4
+from common.batching import row_tokens
+from common.stage import DECODE, ENCODE
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Image or video tokens (0 for an encode), pictures, forwards a step (2 with CFG)."""
+    """Image or video tokens (0 for an encode), pictures, forwards a step (2 with CFG).
+
+    Where several jobs, or a job's CFG branches, share a forward pass, `n` are its rows in all and
+    `forwards` is 1: a row is a prompt, a picture and branch, or a picture, by stage.
+    """
 
     tokens: int
     n: int = 1
@@ -34,9 +38,7 @@ class Shape:
 
 def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
     """The shape of a job from its effective parameters and its model's manifest."""
-    px = manifest.get("token_px") or 16
-    tokens = -(-int(params.get("width") or px) // px) * -(-int(params.get("height") or px) // px)
-    tokens *= 1 + (int(params.get("num_frames") or 1) - 1) // FRAMES
+    tokens = row_tokens(params, manifest)
     cfg = manifest.get("cfg") or {}
     guided = bool(cfg) and (params.get(cfg.get("scale", "")) or 0) > 1
     if guided and cfg.get("needs"):
@@ -44,6 +46,9 @@ def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
     return Shape(tokens=tokens, n=int(params.get("n") or 1), forwards=2 if guided else 1)
 
 
-def of_prompt(shape: Shape) -> Shape:
-    """The shape of a job's encode: only the number of forwards counts."""
-    return Shape(0, 1, shape.forwards)
+def at_stage(shape: Shape, stage: str) -> Shape:
+    """What of a shape counts at a stage: of an encode only the forwards, of a decode the pictures,
+    with guidance as without. A pass of several prompts is a shape without tokens."""
+    if stage == ENCODE:
+        return Shape(0, 1 if shape.tokens else shape.n, shape.forwards)
+    return Shape(shape.tokens, shape.n, 1) if stage == DECODE else shape

@@ -175,6 +175,9 @@ class Profile:
     batch: tuple[Mapping[str, Any], ...] = ()
     # Seconds of one chunk over its number of steps, and the line through them.
     steps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Seconds a step of jobs of several `sizes` in one forward (`packed_s`) and in one a size
+    # (`grouped_s`), and the second over the first (`speedup`); empty where they cannot be mixed.
+    mixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Median relative error on the shapes not fitted on, by stage.
     held_out_error: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -10,7 +10,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from common.logs import set_up
+from common.metrics.http import serve
 from common.settings import from_command_line
+from common.tracing import NoTracing
 from services.gateway.access import KeysError
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
@@ -35,11 +37,11 @@ class Server(uvicorn.Server):
 
 def main() -> int:
     settings = from_command_line("python -m services.gateway")
-    set_up(settings.log_level)
+    set_up(settings.log_level, settings.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         app = make_app(settings)
-    except KeysError as error:
+    except (KeysError, NoTracing) as error:
         print(error, file=sys.stderr)
         return 2
     config = uvicorn.Config(
@@ -54,7 +56,10 @@ def main() -> int:
     if not app.state.gateway.keyring.locked:
         log.warning("no API keys are set: whoever reaches this port may use the pool")
     log.info("HTTP on %s port %d", settings.http_host, settings.http_port)
+    port = serve(app.state.registry, settings) if settings.metrics_port else None
     Server(app, config).run()
+    if port is not None:
+        port.close()
     return 0
 
 

@@ -16,6 +16,7 @@ from common.asks import Ask
 from common.errors import SlackwaterError
 from common.record import JobEvent
 from services.gateway.gateway import Gateway
+from services.gateway.previews import Previews
 from services.gateway.reads import Closed
 
 log = logging.getLogger("slackwater.gateway")
@@ -23,20 +24,30 @@ log = logging.getLogger("slackwater.gateway")
 ENTRY = r"^\d{1,19}-\d{1,19}$"
 # A comment this often, so that no proxy takes the stream for dead.
 PING_S = 15.0
+# Events after which there may be a preview.
+GROWING = frozenset({"step", "chunk"})
 
 
 async def stream(gateway: Gateway, request: Request, job: str, after: str) -> AsyncIterator[bytes]:
     """Frames of the events behind the entry `after`, to the job's end or this gateway's."""
-    events = gateway.client.events(job, after=after)
+    events, previews = gateway.client.events(job, after=after), Previews(gateway.client, job)
     coming: asyncio.Task[JobEvent] | None = None
     try:
         while True:
             coming = coming or asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
-            done, _ = await asyncio.wait((coming,), timeout=PING_S)
-            if not done:
+            patience_s = max(0.0, min(PING_S, previews.due_in_s()))
+            done, _ = await asyncio.wait((coming,), timeout=patience_s)
+            if previews.due_in_s() <= 0:
+                preview = await previews.fresh()
+                if preview is not None:
+                    yield preview
+            elif not done:
                 yield b": still here\n\n"
+            if not done:
                 continue
             event, coming = coming.result(), None
+            if event.type in GROWING:
+                previews.stir()
             whole = await gateway.job_json(request, job) if event.is_terminal else None
             yield frame(event, whole)
     except (StopAsyncIteration, Closed):

@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import Response
 
 from common.asks import Ask
-from common.client import file_names
+from common.client import SUFFIXES, file_names
 from common.errors import ResultExpired
 from common.job import JobStatus, Result
 from services.gateway.errors import ApiError, not_found
@@ -40,14 +40,16 @@ async def file_response(gateway: Gateway, result: Result, n: int) -> Response:
     if content is None:
         raise ResultExpired(result.id, result.status, "output")
     name = file_names(result.id, result.outputs, Path())[n].name
+    known = file.mime in SUFFIXES
     return Response(
         content,
-        media_type=file.mime,
+        # A worker says what it made; no page or script is ever served from here under that name.
+        media_type=file.mime if known else "application/octet-stream",
         headers={
             "ETag": f'"{file.sha256}"',
             # It never changes, and may show what only its owner should see.
             "Cache-Control": "private, max-age=3600, immutable",
-            "Content-Disposition": f'inline; filename="{name}"',
+            "Content-Disposition": f'{"inline" if known else "attachment"}; filename="{name}"',
             "X-Content-Type-Options": "nosniff",
         },
     )

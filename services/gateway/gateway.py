@@ -12,6 +12,7 @@ from common.job import Result
 from common.settings import Settings
 from services.gateway.access import Keyring
 from services.gateway.client import GatewayClient
+from services.gateway.dashboard.feed import Feed
 from services.gateway.jobs import Jobs
 from services.gateway.links import Links
 from services.gateway.models import Models
@@ -27,9 +28,12 @@ class Gateway:
         self.client = GatewayClient(settings.redis_url, settings.prefix)
         self.jobs = Jobs(self.client, settings)
         self.models = Models(self.client, settings.default_model)
+        self.feed = Feed(self.client, self._links(""))
 
     def links(self, request: Request) -> Links:
-        base = self.settings.http_base_url or str(request.base_url)
+        return self._links(self.settings.http_base_url or str(request.base_url))
+
+    def _links(self, base: str) -> Links:
         secret = self.keyring.secret() if self.keyring.locked else None
         return Links(base.rstrip("/"), secret, self.settings.output_ttl_s)
 
@@ -48,9 +52,10 @@ class Gateway:
     async def job_json(self, request: Request, job: str) -> dict[str, Any]:
         return job_json(await self.view(job), self.links(request))
 
-    def stop_waiting(self) -> Any:
+    async def stop_waiting(self) -> None:
         """Whoever waits is told that this gateway stops; jobs go on."""
-        return self.client.reads.close()
+        await self.feed.close()
+        await self.client.reads.close()
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -85,6 +85,10 @@ class Jobs:
         job = new_id() if given is None else given
         if key is not None:
             job = _id_of(key, caller)
+        trace = getattr(request.state, "traceparent", "")
+        if trace:
+            fields.setdefault("traceparent", trace)
+        request.state.job = job
         push = asks.text_push(job, fields) if text else asks.typed_push(job, fields)
         self.rates.take(caller)
         claimed = await self.quota.claim(caller, push)
@@ -95,7 +99,8 @@ class Jobs:
                 await self.quota.release(caller, job)
             raise JobRefused(full(job)) from error
         await self.quota.pushed(caller, ticket)
-        log.info("job %s pushed by %s, %s", job, caller.name, request.url.path)
+        said = {"job": job, "caller": caller.name}
+        log.info("job %s pushed by %s, %s", job, caller.name, request.url.path, extra=said)
         named = given is not None or key is not None
         return Pushed(ticket, caller, claimed, keyed=key is not None, named=named)
 
@@ -151,7 +156,8 @@ class Jobs:
     async def abandon(self, pushed: Pushed) -> None:
         """Nobody waits for it any more: cancel it, unless others may mean the same job."""
         if self.settings.http_cancel_on_disconnect and not pushed.named:
-            log.info("job %s: its client went away, canceling", pushed.id)
+            said = {"job": pushed.id}
+            log.info("job %s: its client went away, canceling", pushed.id, extra=said)
             await self.client.do(asks.cancel(self.client.keys, pushed.ticket))
 
     # -- one job -------------------------------------------------------------------------
@@ -160,7 +166,7 @@ class Jobs:
         """Ask for a cancel; nothing for a job that has ended. Raises UnknownJob."""
         record = await self.client.status(job)
         if not record.is_terminal:
-            log.info("job %s: cancel asked for", job)
+            log.info("job %s: cancel asked for", job, extra={"job": job})
             await self.client.cancel(job)
 
     async def forget(self, job: str) -> None:
@@ -179,14 +185,14 @@ class Jobs:
             result = None
         keys = self.client.keys
         files = MOST_OUTPUTS if result is None else len(result.outputs)
-        names = [keys.output(job, n) for n in range(files)]
+        names = [*(keys.output(job, n) for n in range(files)), keys.preview(job)]
         await self.client.ask(
             Ask((
                 ("DEL", *names, keys.result(job), keys.events(job), keys.job(job)),
                 ("ZREM", keys.videos, job),
             ))
         )  # fmt: skip
-        log.info("job %s deleted", job)
+        log.info("job %s deleted", job, extra={"job": job})
 
 
 def checked_id(job: str) -> str:

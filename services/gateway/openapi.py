@@ -36,7 +36,7 @@ EVENT = {
     "required": ["event", "data"],
     "properties": {
         "id": {"type": "string", "description": "to go on behind it: Last-Event-ID"},
-        "event": {"type": "string", "description": "queued, running, step, chunk, …, succeeded"},
+        "event": {"type": "string", "description": "queued, running, step, preview, …, succeeded"},
         "data": {"type": "string", "description": "JSON; the last one has the whole job"},
     },
 }
@@ -81,11 +81,11 @@ def describe(app: FastAPI, locked: bool) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
     page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in page["paths"].items():
+    for methods in page["paths"].values():
         for operation in methods.values():
             answers = operation["responses"]
             if "HTTPValidationError" in str(answers.get("422")):
                 del answers["422"]  # such a value is answered with 400
-            if path.startswith("/v1"):
+            if "401" in answers:
                 operation["security"] = [{"key": []}] if locked else [{}, {"key": []}]
     return page

@@ -13,14 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from common.asks import BLOCK_S
 from common.client import ANSWER_S, CONNECT_S
+from common.connect import async_pool
 
 # Of one stream in one reply: many streams begin at once when a crowd connects.
 MOST_ENTRIES = 64
@@ -55,15 +53,10 @@ class SharedReads:
     """
 
     def __init__(self, url: str, interrupt: Callable[[int], Awaitable[bool]]) -> None:
-        self._pool: redis.asyncio.ConnectionPool = redis.asyncio.ConnectionPool.from_url(
-            url,
-            socket_timeout=None,  # asyncio.timeout in _xread
-            socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        self._pool = async_pool(url, None, CONNECT_S)  # asyncio.timeout in _xread
         self._interrupt = interrupt
         self._wishes: dict[bytes, set[Wish]] = {}
+        self._since: dict[bytes, tuple[int, int]] = {}  # where the read under way begins
         self._wake = asyncio.Event()
         self._unseen = self._blocked = False
         self._connection: Any = None
@@ -130,6 +123,7 @@ class SharedReads:
         self._unseen = False
         names = list(self._wishes)
         since = [min(wish.last[name] for wish in self._wishes[name]) for name in names]
+        self._since = dict(zip(names, since, strict=True))
         try:
             async with asyncio.timeout(BLOCK_S + ANSWER_S):
                 if self._connection is None:
@@ -163,6 +157,8 @@ class SharedReads:
             ids = [_parsed(entry[0]) for entry in entries]
             for wish in self._wishes.get(stream, ()):
                 since = wish.last[stream]
+                if since < self._since[stream]:
+                    continue  # it came while the read was under way; the next one begins there
                 new = [e for e, at in zip(entries, ids, strict=True) if at > since]
                 if new:
                     wish.found.append([stream, new])

@@ -41,6 +41,8 @@ class JobRequest(_Open):
     slo_scale: float | None = Field(None, description="deadline: this × the time it takes alone")
     on_late: str | None = Field(None, description="what becomes of it when it must be late")
     user: str | None = Field(None, description="carried along")
+    callback_url: str | None = Field(None, description="told of its end by a signed webhook")
+    upload_url: str | None = Field(None, description="where its files are copied to")
 
 
 class ImageRequest(_Open):

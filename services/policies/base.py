@@ -36,9 +36,9 @@ class Candidate:
     step: int
     steps: int
     fewest: int = 0  # it would rather be cut to so many steps than be late; 0: it would not
-    batch: str = ""  # those of one key may share forward passes; "": it runs alone
-    rows: int = 1  # that it adds to a forward pass it shares
-    tokens: int = 0  # of one row
+    batch: str = ""  # those of one key and stage may share forward passes; "": it runs alone
+    rows: int = 1  # that it adds to a forward pass it shares: pictures, branches, prompts
+    tokens: int = 0  # of one picture
     doomed: bool = False  # known not to make its deadline
     suspect: bool = False  # a task of it failed: it shares none, lest it take others with it
 
@@ -49,6 +49,28 @@ class Candidate:
 
     def slack_s(self, now: float) -> float:
         return self.deadline_s - now - self.remaining_s
+
+    @property
+    def each_s(self) -> float:
+        """What is asked of a forward pass alone: a denoising step, or a whole encode or decode."""
+        return self.step_s if self.stage == DENOISE else self.task_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What several jobs would run together: a denoising step, an encode or a decode.
+
+    `rows` are all of theirs (services/costs/shape.py says what a row is at which stage); where
+    their pictures differ in size, as many of the largest as have the same tokens in all, rounded
+    up. `units` is what it may ask of a device's memory: every row as large as the largest.
+    """
+
+    stage: str
+    model: str
+    rows: int
+    tokens: int
+    mixed: bool
+    units: int
 
 
 @dataclass(slots=True)
@@ -61,17 +83,22 @@ class Running:
     yielding: bool = False
     stop: int = 0  # the step before which a denoise chunk ends; 0: not known
     company: tuple[str, ...] = ()  # the other jobs of the task
+    goes_on: bool = False  # a job of it has steps left after it
 
 
 @dataclass(slots=True)
 class Rank:
-    """One worker: runs one task, holds at most one more queued behind it."""
+    """One worker: runs one task, holds at most one more queued behind it.
+
+    `most_units` is the largest pass, in rows × tokens, that its memory is known to hold.
+    """
 
     name: str
     stage: str
     models: tuple[str, ...]
     running: Running | None = None
     queued: Running | None = None
+    most_units: float = inf
 
     def free_at(self, now: float) -> float:
         return max(now, self.running.ends_s) if self.running else now
@@ -91,14 +118,17 @@ class View:
     ahead_s: float = 0.1  # the denoising time that they should make up at least
     patience_s: float = 2400.0  # who is out gets a step after so long without; why: turns.py
     by_stage: dict[str, list[Rank]] = field(default_factory=dict)
-    # Seconds of one step of so many rows in one forward pass, all like the candidate's.
-    shared_step_s: Callable[[Candidate, int], float] = lambda candidate, rows: inf
+    batch: bool = True  # jobs that are not exact may be given to a rank together
+    # Seconds of a pass, and whether they are known: reported, or in the range of a table whose
+    # speed is known. What is not known may be tried, and is no reason to expect a gain.
+    shared_s: Callable[[Pass], tuple[float, bool]] = lambda shared: (inf, True)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Give `rank` one task of these rows: (job, the step its chunk ends before). They run one
-    after another, or, with `step_s`, together, each step taking so many seconds."""
+    after another, or, with `step_s`, together: so many seconds a step, or the whole task where
+    the stage is not denoise."""
 
     rank: str
     rows: tuple[tuple[str, int], ...]

@@ -32,6 +32,7 @@ class Terms:
     switch_s: float = 0.0
     error: float = 0.05
     pace: float = 1.0  # how much more gets done than one by one, since jobs share passes
+    stretch: float = 1.0  # how much longer one takes for that
 
 
 class Keeping:
@@ -131,6 +132,8 @@ class Keeping:
         size = work / 2.0 ** max(-MOST_PRIORITY, min(MOST_PRIORITY, candidate.priority))
         load = (work / terms.pace + terms.switch_s) / group.size
         limit = due + terms.error * candidate.remaining_s
+        if candidate.batch:  # it must begin early enough to bear company
+            limit -= work * max(0.0, terms.stretch - 1 / terms.pace)
         return due, limit, load, size
 
     def _put(self, candidate: Candidate) -> None:
@@ -148,7 +151,7 @@ class Keeping:
         if view.by_stage is not self._arranged:
             self._arranged = view.by_stage
             changed = self._groups.arrange(view.by_stage.get(DENOISE, ()))
-        terms = Terms(view.switch_s, view.error, self.pace.now)
+        terms = Terms(view.switch_s, view.error, self.pace.now, self.pace.stretch)
         if terms != self._terms:
             self._terms = terms
             changed = True

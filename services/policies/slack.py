@@ -5,7 +5,8 @@ keeping.py) run earliest deadline first: the textbook least-slack order thrashes
 collapses under load because it runs jobs that are late already (the domino effect). The others
 come last, shortest first; one that fits again later is taken back, and one that has gone without
 a step for too long gets a turn (turns.py). A running chunk is asked to yield only where waiting
-for its end would cost a job its deadline.
+for its end would cost a job its deadline. Jobs that are not exact share passes where that pays
+(batches.py).
 
 Sources: Moore 1968 (keep-set); Liu and Layland 1973 (EDF); the RFC on chunked EDF scheduling for
 vLLM-Omni (chunks, slack); docs/scheduling.md has what was measured.
@@ -13,10 +14,10 @@ vLLM-Omni (chunks, slack); docs/scheduling.md has what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import chain
+from itertools import chain, islice, repeat
 from math import inf
 from typing import Literal
 
@@ -25,6 +26,7 @@ from services.policies.base import (
     Candidate,
     Decision,
     Outlook,
+    Preempt,
     Rank,
     Run,
     Running,
@@ -36,7 +38,7 @@ from services.policies.base import (
     under_way_s,
     unfinished,
 )
-from services.policies.batches import run_together, share, shares
+from services.policies.batches import SKIM, run_together, share, shares
 from services.policies.index import AgedLanes, Lanes
 from services.policies.keeping import Keeping, is_late
 from services.policies.places import Places, place_elsewhere
@@ -57,6 +59,7 @@ class Round:
     decisions: list[Decision]
     taken: dict[str, str] = field(default_factory=dict)  # waiting jobs given to a rank: model
     given: set[str] = field(default_factory=set)  # ranks that were given one
+    yields: int = 0  # the seq that was asked to
 
 
 @dataclass(slots=True)
@@ -208,13 +211,17 @@ class Slack:
     def _elsewhere(self, first: Candidate, last: Candidate, rank: Rank, plan: Round) -> bool:
         return place_elsewhere(first, last, rank, plan.given, plan.view, plan.now)
 
-    def _enough_encoded(self, candidate: Candidate, plan: Round) -> bool:
-        """Whether the jobs of its model that are encoded and go before `candidate` keep the
-        denoisers busy, both by number and by time: embeddings that wait only take memory."""
+    def _enough_encoded(self, candidate: Candidate, plan: Round, beside: int = 0) -> bool:
+        """Whether the jobs of its model that are encoded and go before `candidate`, and those
+        `beside` it in its task, keep the denoisers busy, both by number and by time: embeddings
+        that wait only take memory."""
         view, model = plan.view, candidate.model
         ranks = view.by_stage.get(DENOISE, ())
         denoisers = max(1, sum(model in rank.models for rank in ranks))
-        count = sum(other == model for other in plan.taken.values())
+        ahead = view.ahead * denoisers
+        if shares(candidate, view):  # as many chunks, and of one member more than of late
+            ahead *= 1 + round(self._keeping.pace.members)
+        count = beside + sum(other == model for other in plan.taken.values())
         work_s = 0.0
         is_out = candidate.job in self._out[ENCODE]
         out = self._out[DENOISE].of((model,)) if is_out else ()
@@ -223,12 +230,14 @@ class Slack:
                 break
             count += 1
             work_s += cost_s(encoded, encoded.steps)
-            if count >= view.ahead * denoisers and work_s >= view.ahead_s * denoisers:
+            if count >= ahead and work_s >= view.ahead_s * denoisers:
                 return True
         return count >= MOST_AHEAD * denoisers
 
     def _continues(self, rank: Rank, following: Next, plan: Round) -> bool:
         """Whether the job that runs there goes on and comes before `following`."""
+        if self._joins(following.candidate, rank, plan):
+            return True
         task = unfinished(rank)
         if task is None or following.why == "due":
             return False
@@ -240,6 +249,15 @@ class Slack:
         if not self._is_out(task, plan):
             return True
         return following.why == "out" and task.remaining_s <= following.candidate.remaining_s
+
+    def _joins(self, candidate: Candidate, rank: Rank, plan: Round) -> bool:
+        """Whether jobs that run there come back from their chunk to share the next with it."""
+        running = rank.running
+        if rank.stage != DENOISE or running is None:
+            return False
+        if not (running.goes_on or running.yielding or plan.yields == running.seq):
+            return False
+        return shares(candidate, plan.view) and running.candidate.batch == candidate.batch
 
     def _is_out(self, candidate: Candidate, plan: Round) -> bool:
         return candidate.job in self._keeping.dropped or is_late(candidate, plan.now, plan.view)
@@ -258,8 +276,7 @@ class Slack:
             plan.decisions.append(Run(rank.name, ((first.candidate.job, stop),)))
             return
 
-        if shares(first.candidate):
-            self._give_together(rank, first.candidate, plan)
+        if shares(first.candidate, plan.view) and self._give_together(rank, first.candidate, plan):
             return
 
         def following() -> Candidate | None:
@@ -274,27 +291,47 @@ class Slack:
         self._send(first.candidate, rank, plan)
         plan.decisions.append(Run(rank.name, pack(first.candidate, plan.view, following)))
 
-    def _give_together(self, rank: Rank, first: Candidate, plan: Round) -> None:
-        """A chunk of `first` and of whoever can share its forward passes: first of the kept, by
-        deadline, then of those that are out."""
-        plan.taken[first.job] = first.model
-        company = (
-            candidate
-            for lanes in (self._kept[DENOISE], self._out[DENOISE])
-            for candidate in lanes.of((first.model,))
-            if candidate.batch == first.batch
-            and not candidate.suspect
-            and candidate.job not in plan.taken
-        )
-        members, step_s = share(first, company, plan.view, plan.now)
-        run = run_together(rank.name, members, step_s, plan.view)
-        did = [(m, stop - m.step) for m, (_, stop) in zip(members, run.rows, strict=True)]
-        took_s = step_s * max(steps for _, steps in did)
-        self._keeping.pace.ran(sum(m.step_s * steps for m, steps in did), took_s)
+    def _give_together(self, rank: Rank, first: Candidate, plan: Round) -> bool:
+        """A task of `first` and of whoever can share its forward passes: first of the kept, by
+        deadline, then of those that are out. False where that is nobody, and `first` may be
+        packed with others instead."""
+        company = self._company(first, plan)
+        members, each_s = share(first, company, plan.view, plan.now, rank.most_units)
+        if len(members) == 1 and rank.stage != DENOISE:
+            return False
+        run = run_together(rank.name, members, each_s, plan.view)
+        took_s = each_s
+        if rank.stage == DENOISE:
+            did = [(m, stop - m.step) for m, (_, stop) in zip(members, run.rows, strict=True)]
+            took_s *= max(steps for _, steps in did)
+            alone_s = sum(m.step_s * steps for m, steps in did)
+            self._keeping.pace.ran(alone_s, took_s, len(members))
         self._turns.passed(rank, took_s, plan.view, plan.now)
         for member in members:
             self._note(member, rank, plan)
         plan.decisions.append(run)
+        return True
+
+    def _company(self, first: Candidate, plan: Round) -> Iterator[Candidate]:
+        """Who could share a task with `first`: the kept of its key, by deadline; and if all who
+        are kept come along, those that are out, of whom the late only with another late one: they
+        would take their company's time for nothing."""
+        offered, others = 1, False
+        late = self._is_out(first, plan)
+        kept = islice(self._kept[first.stage].of((first.model,)), SKIM)
+        out = islice(self._out[first.stage].of((first.model,)), SKIM)
+        for candidate, is_kept in chain(zip(kept, repeat(True)), zip(out, repeat(False))):
+            if candidate.job in plan.taken or candidate.job == first.job:
+                continue
+            if candidate.batch != first.batch or candidate.suspect:
+                others = others or is_kept
+                continue
+            if not is_kept and (others or (not late and is_late(candidate, plan.now, plan.view))):
+                continue
+            if first.stage == ENCODE and self._enough_encoded(candidate, plan, offered):
+                return
+            offered += 1
+            yield candidate
 
     def _send(self, candidate: Candidate, rank: Rank, plan: Round) -> int:
         """`candidate` gets a chunk on `rank`; the step that it ends before."""
@@ -330,8 +367,8 @@ class Slack:
         for urgent in self._kept[DENOISE].heads(plan.taken):
             decisions, rank = make_way(urgent, plan.view, plan.now, chunk_s, precedes, is_turn)
             plan.decisions += decisions
-            if rank is not None:
-                rows = ((urgent.job, self._send(urgent, rank, plan)),)
-                plan.decisions.append(Run(rank.name, rows))
+            plan.yields = next((d.seq for d in decisions if isinstance(d, Preempt)), 0)
+            if rank is not None and not self._joins(urgent, rank, plan):
+                self._give(rank, Next(urgent, "kept"), plan)
             if decisions or rank is not None:
                 return

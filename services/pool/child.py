@@ -47,6 +47,7 @@ class Child:
     started_at: float = 0.0
     restart_at: float = 0.0
     pause_s: float = FIRST_PAUSE_S
+    longest_pause_s: float = LONGEST_PAUSE_S
     deaths: int = 0
     said: bool = field(default=False)
 
@@ -94,7 +95,7 @@ class Child:
         if self.ready and now - self.started_at >= WELL_S:
             self.pause_s, self.said = FIRST_PAUSE_S, False
         self.restart_at = now + self.pause_s
-        self.pause_s = min(LONGEST_PAUSE_S, self.pause_s * 2)
+        self.pause_s = min(self.longest_pause_s, self.pause_s * 2)
         self.process, self.ready = None, False
         self.deaths += 1
 

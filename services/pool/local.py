@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Self
 
 from redis.exceptions import RedisError
 
+from common.arena import Arena, ArenaError
 from common.keys import Keys
 from common.settings import Settings, from_command_line
 from common.stage import DECODE, DENOISE, ENCODE, STAGES
 from services.pool import redis_server
 from services.pool.arena_dir import arena_dir
-from services.pool.child import Child
+from services.pool.child import LONGEST_PAUSE_S, Child
 from services.pool.gateway import address, answers
 from services.pool.state_dir import Address, StateDir
 from services.pool.supervisor import (
+    CELERY,
     COORDINATOR,
     GATEWAY,
     REDIS,
@@ -55,6 +57,7 @@ MODULES = {
     DECODE: "decoder_svc",
     COORDINATOR: "services.coordinator",
     GATEWAY: "services.gateway",
+    CELERY: "services.celery_app",
 }
 # Loading a large model from a cold disk takes minutes; a broken one says so at once.
 START_S = 600.0
@@ -76,9 +79,11 @@ class LocalPool:
 
     `state_dir` keeps Redis' data and the logs, so that what was queued goes on at the next
     start; None stands for a temporary one. `port` is tried first for the pool's own Redis. `http`
-    starts a gateway too, at the settings' http_host and http_port.
+    starts a gateway too, at the settings' http_host and http_port; `celery` what Celery's programs,
+    webhooks and uploads need.
     `start` waits until every worker has registered, `start_s` seconds at most; `stop` gives
-    running chunks `stop_s` seconds. `say` hears one line for each thing worth knowing.
+    running chunks `stop_s` seconds. What dies again and again is started again after growing
+    pauses, `longest_pause_s` at most. `say` hears one line for each thing worth knowing.
     """
 
     def __init__(
@@ -91,21 +96,24 @@ class LocalPool:
         *,
         coordinators: int = 1,
         http: bool = False,
+        celery: bool = False,
         state_dir: str | Path | None = None,
         port: int | None = None,
         start_s: float = START_S,
         stop_s: float = STOP_S,
+        longest_pause_s: float = LONGEST_PAUSE_S,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self._counts = {ENCODE: encoders, DENOISE: denoisers, DECODE: decoders}
         for name, count in self._counts.items():
             if count < 0:
                 raise ValueError(f"{name}: {count} workers; 0 or more are possible")
-        self._coordinators, self._http = coordinators, http
+        self._coordinators, self._http, self._celery = coordinators, http, celery
         self._given_settings = settings or from_command_line("slackwater", [])
         self._given_url, self._port = redis_url, port
         self._temporary = state_dir is None
         self._start_s, self._stop_s, self._say = start_s, stop_s, say
+        self._longest_pause_s = longest_pause_s
         self.state_dir = Path(state_dir or ".")
         self._kept = None if state_dir is None else StateDir(self.state_dir)
         self.settings = self._given_settings
@@ -207,7 +215,7 @@ class LocalPool:
 
     def processes(self) -> list[Process]:
         """All running children, Redis first."""
-        roles = (REDIS, COORDINATOR, *STAGES, GATEWAY)
+        roles = (REDIS, COORDINATOR, *STAGES, GATEWAY, CELERY)
         children = [child for role in roles for child in self._running().of(role)]
         return [Process(c.name, c.role, c.pid, c.log) for c in children if c.pid]
 
@@ -275,6 +283,8 @@ class LocalPool:
         else:
             changed["redis_url"] = self._given_url
         self.settings = settings = given.model_copy(update=changed)
+        if any(self._counts.values()):
+            self._make_arena()
         environment = _environment(settings)
         data = self.state_dir / "redis"
 
@@ -289,19 +299,32 @@ class LocalPool:
                 env = {**environment, "SLACKWATER_DEVICE": _device(settings.device, index)}
             if role == GATEWAY:
                 env = {**environment, "SLACKWATER_HTTP_KEYS": settings.http_keys}
+            if role == CELERY:
+                env = {**environment, "SLACKWATER_WEBHOOK_SECRET": settings.webhook_secret}
             log_file = self.log_dir / f"{name}.log"
-            return Child(name, command, env, log_file, role=role, orphan_signal=orphan_signal(role))
+            return Child(
+                name, command, env, log_file, role=role, orphan_signal=orphan_signal(role),
+                longest_pause_s=self._longest_pause_s,
+            )  # fmt: skip
 
         counts = {
             REDIS: 1 if server else 0,
             COORDINATOR: self._coordinators,
             **self._counts,
             GATEWAY: int(self._http),
+            CELERY: int(self._celery),
         }
         self._supervisor = Supervisor(
             make, settings.redis_url, self.keys, settings.host, counts, self._stop_s, self._say,
             answers=lambda child: answers(settings, child.pid),
         )  # fmt: skip
+
+    def _make_arena(self) -> None:
+        """Now, and not by the first worker: one that does not fit is said at once, in a line."""
+        try:
+            Arena.open(self.settings.arena_path, self.settings.arena_bytes).close()
+        except ArenaError as error:
+            raise PoolError(f"--arena-bytes {self.settings.arena_bytes}: {error}") from error
 
     @property
     def log_dir(self) -> Path:
@@ -343,6 +366,7 @@ def _environment(settings: Settings) -> dict[str, str]:
     """This process' environment with every setting in it, and one thread that sleeps."""
     values = {f"SLACKWATER_{k.upper()}": str(v) for k, v in settings.model_dump().items()}
     values["SLACKWATER_HTTP_KEYS"] = ""  # the gateway's alone
+    values["SLACKWATER_WEBHOOK_SECRET"] = ""  # the sender's alone
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {
         **os.environ,

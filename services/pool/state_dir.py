@@ -8,6 +8,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.redis_url import shown
+
 
 class StateDirTaken(RuntimeError):
     """Another launcher uses this directory; the message says which."""
@@ -50,7 +52,7 @@ class StateDir:
             os.close(self._lock)
             self._lock = -1
             other = _read(self.path)
-            who = f" (pid {other.pid}, Redis at {other.redis_url})" if other else ""
+            who = f" (pid {other.pid}, Redis at {shown(other.redis_url)})" if other else ""
             raise StateDirTaken(
                 f"another `slackwater up`{who} uses {self.path}; change its numbers with "
                 "`slackwater scale`, stop it with `slackwater down`, or give this one its own "
@@ -59,7 +61,10 @@ class StateDir:
 
     def write(self, address: Address) -> None:
         part = self.path / "pool.json.part"
-        part.write_text(json.dumps(asdict(address)) + "\n")
+        part.unlink(missing_ok=True)
+        # For its owner only: the URL may have a password in it.
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(json.dumps(asdict(address)) + "\n")
         part.replace(self.path / "pool.json")
 
     def release(self) -> None:

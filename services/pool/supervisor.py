@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
-from redis.retry import Retry
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 
+from common.connect import plain
 from common.keys import Keys
+from common.redis_url import shown
 from common.stage import STAGES
 from services.pool.child import Child
 from services.pool.hung import HungChildren
@@ -32,7 +32,7 @@ from services.pool.rolling import Rolling
 
 log = logging.getLogger("slackwater.pool")
 
-COORDINATOR, REDIS, GATEWAY = "coordinator", "redis", "gateway"
+COORDINATOR, REDIS, GATEWAY, CELERY = "coordinator", "redis", "gateway", "celery"
 DOWN = "down"  # the field "{host}/down" asks the launcher to stop
 RESTART = "restart"  # "{host}/restart" asks it to replace children one by one
 LEASE_MS = 5000
@@ -52,9 +52,7 @@ class PoolError(RuntimeError):
 
 def connect(url: str) -> redis.Redis:
     """Fails within 2 s where Redis hangs: this thread has processes to watch."""
-    return redis.Redis.from_url(
-        url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0), protocol=2
-    )
+    return plain(url, 2.0, 2.0)
 
 
 class Supervisor(threading.Thread):
@@ -152,13 +150,16 @@ class Supervisor(threading.Thread):
                 info: dict[str, Any] = self._redis.info("server")  # type: ignore[assignment]
             except (RedisError, OSError) as error:
                 loading = isinstance(error, BusyLoadingError)
-                if time.monotonic() > deadline and not loading:
-                    raise PoolError(f"Redis at {self.url} does not answer: {error}") from error
+                refused = isinstance(error, AuthenticationError)  # it would be in half a minute too
+                if refused or (time.monotonic() > deadline and not loading):
+                    raise PoolError(
+                        f"Redis at {shown(self.url)} does not answer: {error}"
+                    ) from error
                 time.sleep(0.02)
                 continue
             if parse_version(str(info["redis_version"])) < FLOOR:
                 raise PoolError(
-                    f"Redis at {self.url} is version {info['redis_version']}; "
+                    f"Redis at {shown(self.url)} is version {info['redis_version']}; "
                     f"{'.'.join(map(str, FLOOR))} or later is needed"
                 )
             return
@@ -274,13 +275,14 @@ class Supervisor(threading.Thread):
 
     def _read_ready(self) -> None:
         """A worker is ready once it has registered, a coordinator once one leads, a gateway once
-        it answers."""
+        it answers, Celery's side once the outbox is read."""
         names = self._names()
         pipe = self._redis.pipeline(transaction=False)
         pipe.exists(self.keys.leader)
+        pipe.exists(self.keys.sender)
         for name in names:
             pipe.hmget(self.keys.worker(name), "host", "pid", "hung")
-        leading, *found = pipe.execute()
+        leading, sending, *found = pipe.execute()
         ours = [(int(pid), hung) for host, pid, hung in found if host == self.host.encode() and pid]
         pids = {pid for pid, _ in ours}
         self._end_hung([pid for pid, hung in ours if hung])
@@ -289,6 +291,8 @@ class Supervisor(threading.Thread):
                 child.ready = child.process is not None
             elif child.role == COORDINATOR:
                 child.ready = bool(leading) and child.process is not None
+            elif child.role == CELERY:
+                child.ready = bool(sending) and child.process is not None
             elif child.role == GATEWAY:
                 child.ready = child.ready or (child.process is not None and self.answers(child))
             else:
@@ -349,7 +353,7 @@ class Supervisor(threading.Thread):
         """No more requests, then workers drain, then the coordinator, then Redis: each still needs
         the next."""
         until = time.monotonic() + self.stop_s
-        for roles in ({GATEWAY}, set(STAGES), {COORDINATOR}):
+        for roles in ({GATEWAY, CELERY}, set(STAGES), {COORDINATOR}):
             leaving = [child for child in self.children if child.role in roles]
             for child in leaving:
                 child.ask_to_stop()

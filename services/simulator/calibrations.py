@@ -34,13 +34,14 @@ class Calibration:
     fits: Mapping[str, Fit] = field(default_factory=dict)  # of a profile, instead of the curves
 
     def seconds(self, stage: str, tokens: int, n: int = 1, forwards: int = 1) -> float:
-        """Of one task, or one step; n pictures in one forward, `forwards` of them a step."""
+        """Of one task, or one step; n rows in one forward (services/costs/shape.py), `forwards` of
+        them a step."""
         if stage in self.fits:
             of_encode = stage == ENCODE
-            shape = Shape(0 if of_encode else tokens, 1 if of_encode else n, forwards)
+            shape = Shape(0 if of_encode else tokens, n, forwards)
             return self.fits[stage].seconds(shape)
         curve = {ENCODE: self.encode, DENOISE: self.step, DECODE: self.decode}[stage]
-        times = {ENCODE: forwards, DENOISE: n * forwards, DECODE: n}[stage]
+        times = n if stage == DECODE else n * forwards
         return max(0.0, times * curve(tokens))
 
     def standalone_s(self, tokens: int, steps: int) -> float:
@@ -62,6 +63,11 @@ class KnownCosts(CostModel):
 
     def observe(self, model: str, stage: str, shape: Shape, seconds: float) -> None:
         """Nothing to learn from a report."""
+
+    def shared(
+        self, model: str, stage: str, shape: Shape, mixed: bool = False
+    ) -> tuple[float, bool]:
+        return self.estimate(model, stage, shape), True
 
     def quote(self, model: str, stage: str, shape: Shape) -> Quote:
         return Quote(self.estimate(model, stage, shape), 0.0, known=True)

@@ -68,7 +68,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
         "policy": outcome.policy,
         "ranks": outcome.ranks,
         "span_s": span,
-        "busy_share": outcome.busy_s / (span * outcome.ranks) if span else 0.0,
+        "busy_share": (outcome.busy_s / (span * outcome.ranks) if span and outcome.ranks else 0.0),
         "decisions": outcome.decisions,
         "wall_s": outcome.wall_s,
         "all": summary(jobs, span),

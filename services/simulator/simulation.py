@@ -182,12 +182,14 @@ class Simulation:
             seconds = part.end_s - part.begin_s
             if held.stage == DENOISE:
                 seconds = steps * part.step_s
+                record.work_s += seconds / max(1, together)
                 record.steps_run += steps
                 done = part.stop >= part.steps
                 step, after = part.stop, DECODE if done else DENOISE
             else:
+                seconds /= max(1, together)  # its share, as the stages report it
+                record.work_s += seconds
                 step, after = part.stop, AFTER[held.stage]
-            record.work_s += seconds / max(1, together)
             record.chunks += 1
             record.last_seen_s = now
             rows.append(
@@ -197,7 +199,7 @@ class Simulation:
                     after,
                     seconds=seconds,
                     step_s=part.step_s if steps else 0.0,
-                    rows=together,
+                    rows=together if held.stage == DENOISE else 0,
                 )
             )
             accepted.append(record.status == "waiting")

@@ -1,0 +1,1 @@
+"""Figures of each process for Prometheus."""

@@ -1,0 +1,38 @@
+"""The Celery side from settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.client import Client
+from common.connect import writing
+from common.settings import Settings
+from services.celery_app import side
+from services.celery_app.app import broker_url, make_app
+from services.celery_app.backend import Backends
+from services.celery_app.beat import Beat, schedule
+from services.celery_app.door import Door
+from services.celery_app.following import Following
+from services.celery_app.sender import PATIENCE_S, Sender
+from services.celery_app.telling import Telling
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    app: Any
+    sender: Sender
+    client: Client
+
+
+def build(settings: Settings) -> Built:
+    """Raises ValueError for settings that cannot be used."""
+    app = make_app(settings)
+    client = Client(settings.redis_url, settings.prefix, PATIENCE_S)
+    redis = writing(settings.redis_url)
+    backends = Backends(app, broker_url(settings))
+    Door(client, redis, backends).register(app)
+    side.register(app, client, redis, settings)
+    app.conf.beat_schedule = schedule(side.JANITOR)
+    following = Following(client, Telling(app, backends))
+    return Built(app, Sender(settings, following, Beat(app)), client)

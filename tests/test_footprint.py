@@ -1,0 +1,134 @@
+"""What forwards need, from the peaks they reached: a batch grows to what fits and no further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.models.stages import build_stage
+from denoise_svc.footprint import Footprint, Meter
+from tests.tiny_models import shared_qwenimage
+from tests.tiny_pipeline import Stages
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+class Scale(Meter):
+    """A device whose memory is told."""
+
+    def __init__(self, *peaks: int) -> None:
+        self.peaks = list(peaks)
+
+    def now(self) -> int:
+        return 0
+
+    def begin(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return self.peaks.pop(0)
+
+
+def footprint(*peaks: int, budget: int = 100 * MIB, pool: int = 20 * MIB) -> Footprint:
+    return Footprint(CPU, budget, pool, Scale(*peaks))
+
+
+def test_a_batch_is_bounded_by_what_one_row_was_seen_to_need() -> None:
+    """Here 8 MiB a row where 80 are left; of rows four times as large, a quarter at most."""
+    known = footprint(16 * MIB)
+    assert known.most_rows(16) is None  # nothing is known yet
+    with known.watch(2, 16):
+        pass
+    rows = known.most_rows(16)
+    assert rows is not None
+    assert 7 <= rows <= 9  # with a margin
+    larger = known.most_rows(64)
+    assert larger is not None
+    assert larger <= rows // 4
+    assert known.most_units() == pytest.approx(16 * rows, abs=16)
+
+
+def test_the_margin_grows_with_estimates_that_were_too_low_and_shrinks_slowly() -> None:
+    known = footprint(8 * MIB, 12 * MIB, 12 * MIB)
+    with known.watch(1, 16):
+        pass
+    first = known.most_rows(16)
+    with known.watch(1, 16):
+        pass
+    taught = known.margin
+    assert taught == pytest.approx(1.5)
+    with known.watch(1, 16):
+        pass
+    assert 1.2 < known.margin < taught
+    assert first is not None
+    assert (known.most_rows(16) or 0) < first
+
+
+def test_a_job_that_cannot_fit_alone_is_told_what_it_needs() -> None:
+    known = footprint(60 * MIB)
+    known.check(4, 16)  # may try: nothing is known
+    with known.watch(1, 16):
+        pass
+    known.check(1, 16)
+    with pytest.raises(MemoryError, match="about 120 MiB and the device's budget leaves 80"):
+        known.check(2, 16)
+
+
+def test_what_ran_out_of_memory_is_tried_at_half_the_size() -> None:
+    known = Footprint(CPU, 0, 0)
+    assert known.most_units() == 0  # no limit
+    known.refused(12, 16)
+    assert known.most_units() == 12 * 16 // 2
+    assert known.most_rows(16) == 6
+
+
+def test_a_meter_sees_this_process() -> None:
+    """A peak that has passed is still seen, and forgotten by the next one."""
+    meter = Meter(CPU)
+    before = meter.begin()
+    block = torch.ones(16 * MIB)  # 64 MiB
+    del block
+    assert meter.peak() - before > 50 * MIB
+    assert meter.peak() - meter.begin() > 0
+    assert meter.peak() - meter.now() < 30 * MIB
+
+
+def test_a_batch_is_cut_to_the_budget_and_its_jobs_succeed(tmp_path: Path) -> None:
+    """Five rows that may not share one forward run in several; each is its own picture."""
+    stages = Stages(shared_qwenimage(), tmp_path / "arena")
+    denoise: Any = stages.by_kind["denoise"]
+    denoise.footprint = footprint(*[40 * MIB] * 9, budget=50 * MIB)
+    jobs = [stages.job(f"job-{i}", seed=i, num_inference_steps=4) for i in range(5)]
+    for job in jobs:
+        job.run("encode")
+
+    def run(stop: int) -> list[Any]:
+        rows = [replace(job.row(job.step, stop), exact=False) for job in jobs]
+        return stages.run(stages.task("denoise", *rows))
+
+    first = run(2)
+    assert {outcome.rows for outcome in first} == {5}  # nothing was known
+    for job, outcome in zip(jobs, first, strict=True):
+        job.accept(outcome)
+    second = run(4)
+    assert {outcome.rows for outcome in second} == {3, 2}
+    assert all(outcome.step == 4 and not outcome.error_code for outcome in second)
+    assert denoise.counts()["most_units"] > 0
+
+
+def test_a_stage_takes_its_budget_as_a_setting(tmp_path: Path) -> None:
+    """One that weights and pool exhaust is said in the log, and the job says why it fails."""
+    stages = Stages(shared_qwenimage(), tmp_path / "arena")
+    stage: Any = build_stage("denoise", shared_qwenimage(), stages.store, budget_bytes=MIB)
+    stages.by_kind["denoise"] = stage
+    job = stages.job()
+    job.run("encode")
+    stage.footprint.learn(1, stage._tokens(job.row(0, 2)), 8 * MIB)
+    outcome = stages.run(stages.task("denoise", job.row(0, 2)))[0]
+    assert outcome.error_code == "out_of_memory"
+    assert "device_budget_bytes" in outcome.error
