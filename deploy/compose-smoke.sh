@@ -20,6 +20,7 @@ image=${SLACKWATER_IMAGE:-slackwater:local}
 prefix=${SLACKWATER_PREFIX:-sw:}
 # A project and a port of its own: a pool that runs here already, and its data, stay untouched.
 export COMPOSE_PROJECT_NAME=slackwater-smoke
+export COMPOSE_PROFILES=celery
 export SLACKWATER_REDIS_PORT=${SMOKE_REDIS_PORT:-$((20000 + RANDOM % 10000))}
 export SLACKWATER_HTTP_PORT=${SMOKE_HTTP_PORT:-$((30000 + RANDOM % 2000))}
 
@@ -79,7 +80,7 @@ say "started, Redis at 127.0.0.1:$SLACKWATER_REDIS_PORT"
 
 # -- wait until every container is healthy --------------------------------------------------
 containers=$("${compose[@]}" ps -q)
-expected=7  # redis, coordinator, encode, 2 × denoise, decode, gateway
+expected=8  # redis, coordinator, encode, 2 × denoise, decode, gateway, celery
 [ "$(wc -w <<<"$containers")" = $expected ] || fail "$(wc -w <<<"$containers") containers where $expected were wanted"
 health() { docker inspect -f '{{.Name}} {{.State.Status}} {{.State.Health.Status}}' $containers; }
 deadline=$((SECONDS + wait_s))
@@ -161,6 +162,27 @@ answer=$(curl -sS --max-time "$wait_s" "$http/v1/jobs" -H 'Content-Type: applica
 url=$(grep -oE "$http/v1/jobs/[^\"]+/output/0" <<<"$answer") || fail "no link in $answer"
 curl -sSf "$url" -o "$out/http" || fail "GET $url"
 say "the same by HTTP: $(wc -c <"$out/http") bytes from $url"
+curl -sSf "$http/" | grep -qi '<title>slackwater' || fail "GET $http/ is no dashboard"
+
+# -- the same by a Celery program of its own ------------------------------------------------
+told=$("${compose[@]}" exec -T gateway python - "$size" "$steps" "$wait_s" <<'PY' | tr -d '\r'
+import os, sys
+from celery import Celery
+
+size, steps, wait_s = map(int, sys.argv[1:])
+url = os.environ["SLACKWATER_REDIS_URL"]
+app = Celery("other", broker=url, backend=url)
+task = app.send_task(
+    "slackwater.generate",
+    kwargs={"prompt": "a red circle", "width": size, "height": size, "num_inference_steps": steps},
+    queue="slackwater",
+)
+result = task.get(timeout=wait_s)
+print(task.state, result["outputs"][0]["bytes"])
+PY
+) || fail "the Celery program: $told"
+[[ $told == 'SUCCESS '* ]] || fail "the Celery program was told: $told"
+say "the same by Celery: $told bytes"
 
 [ "$("${cli[@]}" XLEN "${prefix}jobs" | tr -d '\r')" = 0 ] || fail "${prefix}jobs is not empty"
 restarted=$(docker inspect -f '{{.Name}} {{.RestartCount}}' $containers | grep -v ' 0$' || true)

@@ -33,6 +33,11 @@ def told(costs: CostModel, shape: Shape, *seconds: float, stage: str = DENOISE) 
         ({"width": 64, "height": 64, "scale": 1.0, "negative": "x"}, Shape(16)),
         ({"width": 64, "height": 64, "scale": 2.0}, Shape(16)),
         ({"width": 64, "height": 64, "num_frames": 81}, Shape(16 * 21)),
+        (
+            {"width": 64, "height": 64, "cache": "first_block", "cache_threshold": 0.2},
+            Shape(16, cached="first_block@0.2"),
+        ),
+        ({"width": 64, "height": 64, "cache": "none"}, Shape(16)),
     ],
 )
 def test_a_shape_is_tokens_pictures_and_forwards(params: dict[str, Any], shape: Shape) -> None:
@@ -53,6 +58,21 @@ def test_a_guess_gives_way_to_a_claim_to_a_neighbour_to_a_table_to_reports() -> 
     costs.set_table(MODEL, {DENOISE: Fit({1: (3.0, 0.0, 0.0)}, range=RANGE)})
     assert costs.estimate(MODEL, DENOISE, asked) == pytest.approx(4.0)  # 3 s, at 4/3 of its speed
     assert told(costs, asked, 5.0, 5.0, 5.0) == pytest.approx(5.0)
+
+
+def test_a_step_cache_has_times_of_its_own() -> None:
+    """Its jobs are thought to take what others take until some were reported; and what they
+    then say, short and long steps, moves nobody else."""
+    costs, plain, cached = CostModel(), Shape(64), Shape(64, cached="first_block@0.2")
+    costs.set_table(MODEL, {DENOISE: Fit({1: (3.0, 0.0, 0.0)}, range=RANGE)})
+    told(costs, plain, 3.0, 3.0, 3.0)
+    assert costs.estimate(MODEL, DENOISE, cached) == pytest.approx(3.0)
+    assert told(costs, cached, 1.0, 1.5, 1.0, 1.5, 1.0, 1.5) == pytest.approx(1.25, abs=0.3)
+    assert costs.estimate(MODEL, DENOISE, plain) == pytest.approx(3.0)
+    assert costs.estimate(MODEL, DENOISE, Shape(128)) == pytest.approx(3.0)
+    again = CostModel()
+    again.load(costs.dump())  # as a standby does
+    assert again.estimate(MODEL, DENOISE, cached) == costs.estimate(MODEL, DENOISE, cached)
 
 
 def test_a_table_from_a_slower_machine_is_scaled_by_the_first_reports() -> None:

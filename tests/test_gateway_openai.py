@@ -277,7 +277,7 @@ def test_the_commands_in_the_docs_work(pool: LocalPool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not re.search(r'"error": ?{', done.stdout)
     assert "event: succeeded" in done.stdout
-    assert opened((tmp_path / "star.png").read_bytes()).size == (128, 128)
+    assert opened((tmp_path / "ring.png").read_bytes()).size == (128, 128)
 
 
 def test_the_python_in_the_docs_works(pool: LocalPool, capsys: pytest.CaptureFixture[str]) -> None:

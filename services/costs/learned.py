@@ -102,8 +102,9 @@ class Learned:
             longest = max(self._windows.get(shape, ()), default=0.0)
             if seconds > PAUSED * max(expected, longest) and not self._is_real(seconds / expected):
                 return
-            self._drift.append((self._reports, shape, seconds / expected))
-            self._follow()
+            if not shape.cached:  # how much it skips may change by itself
+                self._drift.append((self._reports, shape, seconds / expected))
+                self._follow()
         self._window(shape).add(self._reports, seconds)
         if self.fit is not None and _covers(self.fit, shape):
             self._speed.add(self._reports, seconds / self.fit.seconds(shape))
@@ -185,7 +186,8 @@ class Learned:
         alike = {
             s.n: window.value
             for s, window in self._windows.items()
-            if len(window) >= ENOUGH and (s.tokens, s.forwards) == (shape.tokens, shape.forwards)
+            if len(window) >= ENOUGH
+            and (s.tokens, s.forwards, s.cached) == (shape.tokens, shape.forwards, "")
         }
         fewer = max((n for n in alike if n < shape.n), default=None)
         more = min((n for n in alike if n > shape.n), default=None)
@@ -233,7 +235,9 @@ class Learned:
 
     def _nearest(self, shape: Shape, reports: int) -> Shape | None:
         """The shape of most like work that at least so many reports are known of."""
-        known = (s for s, w in self._windows.items() if s != shape and len(w) >= reports)
+        known = (
+            s for s, w in self._windows.items() if s != shape and len(w) >= reports and not s.cached
+        )
         return min(known, key=lambda s: abs(math.log(s.units / shape.units)), default=None)
 
     def _founded(self, shape: Shape) -> float | None:
@@ -263,9 +267,10 @@ class Learned:
 
 
 def _covers(fit: Fit, shape: Shape) -> bool:
-    """Whether a table says anything of so many rows: beyond those that were measured it goes on in
-    proportion, which passes that several jobs share do not, and says nothing of the speed."""
-    return shape.n <= fit.range.get("n", (1, shape.n))[1]
+    """Whether what was reported of a shape tells the speed of a table's: not under a step cache,
+    nor with more rows than were measured, where it goes on in proportion, as shared passes do
+    not."""
+    return not shape.cached and shape.n <= fit.range.get("n", (1, shape.n))[1]
 
 
 def _believed(window: Window, expected: float) -> float:

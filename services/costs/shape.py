@@ -16,11 +16,15 @@ class Shape:
 
     Where several jobs, or a job's CFG branches, share a forward pass, `n` are its rows in all and
     `forwards` is 1: a row is a prompt, a picture and branch, or a picture, by stage.
+
+    Steps under a step cache are short or long as it hits or misses, so jobs with one have times of
+    their own, by its setting (`cached`); until some were reported, those without a cache.
     """
 
     tokens: int
     n: int = 1
     forwards: int = 1
+    cached: str = ""
 
     @property
     def units(self) -> float:
@@ -28,12 +32,13 @@ class Shape:
         return (self.tokens + 24) * self.n * self.forwards
 
     def key(self) -> str:
-        return f"{self.tokens}x{self.n}x{self.forwards}"
+        plain = f"{self.tokens}x{self.n}x{self.forwards}"
+        return f"{plain}x{self.cached}" if self.cached else plain
 
     @classmethod
     def from_key(cls, key: str) -> Shape:
-        tokens, n, forwards = map(int, key.split("x"))
-        return cls(tokens, n, forwards)
+        tokens, n, forwards, *cached = key.split("x", 3)
+        return cls(int(tokens), int(n), int(forwards), *cached)
 
 
 def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
@@ -43,7 +48,15 @@ def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
     guided = bool(cfg) and (params.get(cfg.get("scale", "")) or 0) > 1
     if guided and cfg.get("needs"):
         guided = params.get(cfg["needs"]) is not None
-    return Shape(tokens=tokens, n=int(params.get("n") or 1), forwards=2 if guided else 1)
+    cached = params.get("cache") or "none"
+    if cached != "none" and params.get("cache_threshold") is not None:
+        cached = f"{cached}@{params['cache_threshold']}"
+    return Shape(
+        tokens=tokens,
+        n=int(params.get("n") or 1),
+        forwards=2 if guided else 1,
+        cached="" if cached == "none" else cached,
+    )
 
 
 def at_stage(shape: Shape, stage: str) -> Shape:
