@@ -17,8 +17,8 @@ from services.gateway.app import make_app
 from services.pool.local import LocalPool
 from tests.servers import free_port
 
-NOOP = "encode_ms=1,step_ms=5,decode_ms=1"
-LONG = 1000  # steps of 5 ms: a job that is still running when a test looks
+NOOP = "encode_ms=1,step_ms=15,decode_ms=1"
+LONG = 1000  # steps of 15 ms: a job that is still running when a test looks
 WAIT_S = 30.0
 
 
