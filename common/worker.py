@@ -22,6 +22,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from common.clock import Clock, patient_clock
+from common.control import Chunk
 from common.fitness import Fitness
 from common.handles import Handle
 from common.inbox import Inbox, Outage, Pending, Pulse
@@ -56,38 +57,6 @@ class Identity:
     def new(cls, stage: str, model: str, host: str, device: str = "cpu") -> Identity:
         name = f"{stage}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
         return cls(name, stage, model, host, device)
-
-
-class Chunk:
-    """The running task, as its stage sees it (common.stage.Showing)."""
-
-    def __init__(
-        self,
-        seq: int,
-        inbox: Inbox,
-        pulse: Pulse,
-        draining: threading.Event,
-        previews: Previews,
-    ) -> None:
-        self._seq, self._inbox, self._pulse, self._draining = seq, inbox, pulse, draining
-        self._previews = previews
-        self._steps: dict[str, int] = {}
-
-    def should_stop(self) -> bool:
-        return self._seq in self._inbox.yields or self._draining.is_set()
-
-    def has_left(self, job: str) -> bool:
-        return (self._seq, job) in self._inbox.gone
-
-    def progress(self, job: str, step: int) -> None:
-        self._steps = {**self._steps, job: step}
-        self._pulse.progress(self._seq, self._steps)
-
-    def wants_preview(self, job: str) -> bool:
-        return self._previews.wanted(job)
-
-    def preview(self, job: str, step: int, encode: Callable[[], bytes]) -> None:
-        self._previews.hand_over(job, step, encode)
 
 
 class Worker:

@@ -136,7 +136,7 @@ def test_all_viewers_share_one_reader_and_it_rests_when_nobody_watches() -> None
         again = feed.watch()
         assert (await anext(again)).startswith(b"event: snapshot\n")
         closing = asyncio.ensure_future(_rest(again))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it waits for news by the time the feed closes
         await feed.close()
         await asyncio.wait_for(closing, 10)
 

@@ -8,10 +8,7 @@ no connection to the launcher. It never talks to the coordinator.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from common.keys import Keys
 from common.redis_url import shown
 from common.stage import STAGES
 from services.pool.child import Child
+from services.pool.claim import Claim
 from services.pool.hung import HungChildren
 from services.pool.redis_server import FLOOR, parse_version
 from services.pool.rolling import Rolling
@@ -35,7 +33,6 @@ log = logging.getLogger("slackwater.pool")
 COORDINATOR, REDIS, GATEWAY, CELERY = "coordinator", "redis", "gateway", "celery"
 DOWN = "down"  # the field "{host}/down" asks the launcher to stop
 RESTART = "restart"  # "{host}/restart" asks it to replace children one by one
-LEASE_MS = 5000
 LOOK_S = 0.5
 LOOK_UNSETTLED_S = 0.05
 READ_S = 5.0  # how often the workers' records are read while nothing changes
@@ -80,7 +77,7 @@ class Supervisor(threading.Thread):
         self.down_asked = threading.Event()
         self.failure: BaseException | None = None
         self._redis = connect(redis_url)
-        self._token = secrets.token_hex(8)
+        self._claim = Claim(self._redis, keys.launcher(host))
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._was_up = False
@@ -165,13 +162,10 @@ class Supervisor(threading.Thread):
             return
 
     def _claim_host(self) -> None:
-        """Two launchers with one host name would fight over the wanted numbers."""
-        raw: dict[bytes, bytes] = self._redis.hgetall(self.keys.launcher(self.host))  # type: ignore[assignment]
-        other = {k.decode(): v.decode() for k, v in raw.items()}
-        if other and other.get("token") != self._token and _lives(other):
+        if (other := self._claim.held_by_another()) is not None:
             raise PoolError(
-                f"`slackwater up` runs on {self.host} already (pid {other.get('pid')}); change its "
-                "numbers with `slackwater scale`, or give this one a name with --host"
+                f"`slackwater up` runs on {self.host} already (pid {other}); change its numbers "
+                "with `slackwater scale`, or give this one a name with --host"
             )
         self._beat()
         fields = {f"{self.host}/{s}": self.wanted.get(s, 0) for s in STAGES}
@@ -179,16 +173,7 @@ class Supervisor(threading.Thread):
         self._redis.hdel(self.keys.pool, f"{self.host}/{DOWN}", f"{self.host}/{RESTART}")
 
     def _beat(self) -> None:
-        record = {
-            "pid": os.getpid(),
-            "token": self._token,
-            "node": socket.gethostname(),
-            **{s: len(self.of(s)) for s in STAGES},
-        }
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.hset(self.keys.launcher(self.host), mapping=record)  # type: ignore[arg-type]
-        pipe.pexpire(self.keys.launcher(self.host), LEASE_MS)
-        pipe.execute()
+        self._claim.renew({stage: len(self.of(stage)) for stage in STAGES})
 
     # -- tending -------------------------------------------------------------------------
 
@@ -364,8 +349,7 @@ class Supervisor(threading.Thread):
         try:
             names = [f"{self.host}/{name}" for name in (*STAGES, RESTART, DOWN)]
             self._redis.hdel(self.keys.pool, *names)
-            if self._redis.hget(self.keys.launcher(self.host), "token") == self._token.encode():
-                self._redis.delete(self.keys.launcher(self.host))
+            self._claim.give_up()
             self._redis.close()
         except (RedisError, OSError):
             pass  # its lease runs out
@@ -380,19 +364,6 @@ class Supervisor(threading.Thread):
             return bool(self._redis.ping())
         except (RedisError, OSError):
             return False
-
-
-def _lives(record: dict[str, str]) -> bool:
-    """Whether the process of a launcher's record is there, as far as that can be told here."""
-    if record.get("node") != socket.gethostname():
-        return True
-    try:
-        os.kill(int(record.get("pid", "0")), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def orphan_signal(role: str) -> int:
