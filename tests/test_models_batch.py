@@ -46,21 +46,6 @@ def alone(stages: Stages, params: dict[str, Any]) -> torch.Tensor:
     return latents
 
 
-def batch(stages: Stages, jobs: list[Job], steps: int, control: Control | None = None) -> list[Any]:
-    """One task of all jobs that are not done, `steps` further each."""
-    rows = [
-        dataclasses.replace(job.row(job.step, job.step + steps), exact=False)
-        for job in jobs
-        if job.step < job.params["num_inference_steps"]
-    ]
-    outcomes = stages.run(stages.task("denoise", *rows), control)
-    by_id = {job.id: job for job in jobs}
-    for outcome in outcomes:
-        if not outcome.error_code:
-            by_id[outcome.job].accept(outcome)
-    return outcomes
-
-
 def start(stages: Stages, mix: dict[str, dict[str, Any]] = MIX) -> list[Job]:
     jobs = [stages.job(name, **params) for name, params in mix.items()]
     for job in jobs:
@@ -74,7 +59,7 @@ def test_a_batch_of_unlike_jobs_equals_each_alone(stages: Stages) -> None:
     jobs[1].denoise([2])  # joins two steps ahead
     while any(job.step < job.params["num_inference_steps"] for job in jobs):
         stages.forget()
-        assert not any(o.error for o in batch(stages, jobs, 3))
+        assert not any(o.error for o in stages.together(jobs, 3))
     for job in jobs:
         off = (job.latents() - alone(stages, MIX[job.id])).abs().max().item()
         assert off < TOLERANCE
@@ -85,7 +70,7 @@ def test_jobs_leave_a_batch_when_they_are_done(stages: Stages) -> None:
     """One task to everyone's end: those with fewer steps leave, the rest go on."""
     jobs = start(stages)
     control = Control()
-    outcomes = batch(stages, jobs, 99, control)
+    outcomes = stages.together(jobs, 99, control)
     assert [o.step for o in outcomes] == [6, 9, 5, 7]
     assert control.told.count(("guided", 9)) == 1
     for job in jobs:
@@ -96,10 +81,10 @@ def test_jobs_leave_a_batch_when_they_are_done(stages: Stages) -> None:
 def test_a_yield_stops_all_rows_at_the_same_boundary(stages: Stages) -> None:
     """Every row says how far it got, and all go on from there."""
     jobs = start(stages)
-    outcomes = batch(stages, jobs, 5, Control(stop_after=2))
+    outcomes = stages.together(jobs, 5, Control(stop_after=2))
     assert [o.step for o in outcomes] == [2, 2, 2, 2]
     stages.forget()
-    batch(stages, jobs, 99)
+    stages.together(jobs, 99)
     for job in jobs:
         assert (job.latents() - alone(stages, MIX[job.id])).abs().max() < TOLERANCE
         job.free()
@@ -123,7 +108,7 @@ def test_a_neighbour_changes_nothing(stages: Stages) -> None:
     seen = []
     for prompt, seed in (("a red circle", 5), ("a blue square", 6)):
         jobs = start(stages, {"mine": MIX["guided"], "other": {"prompt": prompt, "seed": seed}})
-        batch(stages, jobs, 4)
+        stages.together(jobs, 4)
         seen.append(jobs[0].latents())
         for job in jobs:
             job.free()
@@ -141,7 +126,7 @@ def test_a_row_that_overflows_fails_alone(stages: Stages, monkeypatch: pytest.Mo
         return (out[0] * float("nan"),) if sample.shape[0] == 2 else out
 
     monkeypatch.setattr(scheduler, "step", poisoned)
-    outcomes = batch(stages, jobs, 99)
+    outcomes = stages.together(jobs, 99)
     assert [o.error_code for o in outcomes] == ["", "", "", "non_finite"]
     monkeypatch.undo()
     for job in jobs[:3]:
@@ -167,7 +152,7 @@ def test_a_batch_that_breaks_is_run_row_by_row(
 
     jobs = start(stages)
     monkeypatch.setattr(JointGuider, "prepare_inputs", broken)
-    assert not any(o.error for o in batch(stages, jobs, 99))
+    assert not any(o.error for o in stages.together(jobs, 99))
     for job in jobs:
         assert torch.equal(job.latents(), alone(stages, MIX[job.id]))
         job.free()
@@ -179,13 +164,13 @@ def test_a_batch_that_does_not_fit_is_halved(
     """Out of memory costs no job and no step: forwards shrink until they fit, and stay so."""
     forwards = limit_rows(fresh, monkeypatch, most=3)
     jobs = start(fresh)  # 7 rows
-    outcomes = batch(fresh, jobs, 3)
+    outcomes = fresh.together(jobs, 3)
     assert [o.step for o in outcomes] == [3, 3, 3, 3]
     assert {o.rows for o in outcomes} == {3, 2}
     counts = fresh.by_kind["denoise"].counts()
     assert (counts["refused_rows"], counts["batch_rows"]) == (7, 3)
     forwards.clear()
-    batch(fresh, jobs, 99)
+    fresh.together(jobs, 99)
     assert max(forwards) <= 3  # no second try of what did not fit
     monkeypatch.undo()
     for job in jobs:
@@ -199,7 +184,7 @@ def test_a_guided_job_that_only_fits_branch_by_branch_runs_so(
     """The last resort is the job alone, its branches apart; nothing is lost."""
     limit_rows(fresh, monkeypatch, most=1)
     jobs = start(fresh, {"a": MIX["guided"], "b": {**MIX["strong"], "seed": 9}})
-    outcomes = batch(fresh, jobs, 99)
+    outcomes = fresh.together(jobs, 99)
     assert [(o.step, o.rows) for o in outcomes] == [(9, 0), (5, 0)]
     monkeypatch.undo()
     assert torch.equal(jobs[0].latents(), alone(fresh, MIX["guided"]))
@@ -222,7 +207,7 @@ def test_what_a_jobs_own_scheduler_raises_fails_that_job(
 
     monkeypatch.setattr(scheduler, "step", broken)
     control = Control()
-    outcomes = batch(stages, jobs, 99, control)
+    outcomes = stages.together(jobs, 99, control)
     assert [o.error_code for o in outcomes] == ["", "", "", "stage_error"]
     assert control.told.count(("guided", 1)) == 1
     monkeypatch.undo()
@@ -241,7 +226,7 @@ def test_a_canceled_job_leaves_the_batch(stages: Stages) -> None:
 
     jobs = start(stages)
     control = Cancels()
-    outcomes = batch(stages, jobs, 99, control)
+    outcomes = stages.together(jobs, 99, control)
     assert [o.step for o in outcomes] == [6, 2, 5, 7]
     for job in jobs:
         if job.id != "guided":
@@ -257,7 +242,7 @@ def test_jobs_of_one_batch_key_share_a_forward(stages: Stages) -> None:
     assert len(keys) == 1
     assert "" not in keys
     rows = sum(forward_rows(job.params, manifest) for job in jobs)
-    assert {outcome.rows for outcome in batch(stages, jobs, 1)} == {rows}
+    assert {outcome.rows for outcome in stages.together(jobs, 1)} == {rows}
     for job in jobs:
         job.free()
 
@@ -288,7 +273,7 @@ def test_sizes_are_not_mixed_in_a_forward(stages: Stages) -> None:
         "d": {"width": 96, "height": 32, "seed": 3},
     }
     jobs = start(stages, mix)
-    assert not any(o.error for o in batch(stages, jobs, 99))
+    assert not any(o.error for o in stages.together(jobs, 99))
     for job in jobs:
         assert (job.latents() - alone(stages, mix[job.id])).abs().max() < TOLERANCE
         job.free()

@@ -76,17 +76,9 @@ def start(stages: Stages, *names: str) -> list[Job]:
 
 
 def go_on(stages: Stages, jobs: list[Job], steps: int, control: Control | None = None) -> list[Any]:
-    """One task of those that are not done."""
-    rows = [
-        dataclasses.replace(job.row(job.step, job.step + steps), exact=False)
-        for job in jobs
-        if job.step < job.params["num_inference_steps"]
-    ]
-    outcomes = stages.run(stages.task("denoise", *rows), control)
-    by_id = {job.id: job for job in jobs}
-    for outcome in outcomes:
-        assert not outcome.error
-        by_id[outcome.job].accept(outcome)
+    """One task of those that are not done; none of them fails."""
+    outcomes = stages.together(jobs, steps, control)
+    assert not any(outcome.error for outcome in outcomes)
     return outcomes
 
 

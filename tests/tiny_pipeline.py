@@ -6,6 +6,7 @@ run one task after another.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from pathlib import Path
@@ -78,6 +79,22 @@ class Stages:
     def run(self, task: Task, control: Control | None = None) -> list[Outcome]:
         stage = self.by_kind[task.stage]
         outcomes: list[Outcome] = stage.run(task, stage.stage_in(task), control or Control())
+        return outcomes
+
+    def together(
+        self, jobs: list[Job], steps: int, control: Control | None = None
+    ) -> list[Outcome]:
+        """One denoise task of all jobs that are not done, not exact, `steps` further each."""
+        rows = [
+            dataclasses.replace(job.row(job.step, job.step + steps), exact=False)
+            for job in jobs
+            if job.step < job.params["num_inference_steps"]
+        ]
+        outcomes = self.run(self.task("denoise", *rows), control)
+        by_id = {job.id: job for job in jobs}
+        for outcome in outcomes:
+            if not outcome.error_code:
+                by_id[outcome.job].accept(outcome)
         return outcomes
 
     def forget(self) -> None:
