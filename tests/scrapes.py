@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.metrics.http import PORTS
 from common.metrics.registry import Registry
 from services.pool.local import LocalPool
 
@@ -51,11 +53,17 @@ def read(registry: Registry) -> Scrape:
 
 
 def addresses(pool: LocalPool, count: int) -> dict[str, str]:
-    """By service, where each of the pool's `count` processes tells its figures."""
+    """By service, where each of the pool's `count` processes tells its figures.
+
+    They take the first free ports from `metrics_port` on; between those may lie others' ports.
+    """
     found: dict[str, str] = {}
     first: Any = pool.settings.metrics_port
-    for port in range(first, first + count):
+    for port in range(first, first + PORTS):
         address = f"127.0.0.1:{port}"
-        [service] = scrape(address).values("slackwater_build_info", "service")
-        found[service] = address
+        if len(found) == count or port == pool.settings.http_port:
+            continue
+        with contextlib.suppress(httpx.HTTPError):
+            [service] = scrape(address).values("slackwater_build_info", "service")
+            found[service] = address
     return found

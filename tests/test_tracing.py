@@ -25,6 +25,7 @@ from tests.servers import free_port
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CLIENT = f"00-{TRACE}-{SPAN}-01"
 NOT_SAMPLED = f"00-{TRACE}-{SPAN}-00"
+STAGES = ("encode", "denoise", "decode")
 NOOP = "encode_ms=2,step_ms=3,decode_ms=2"
 CLOCKS_S = 0.5  # each process has looked at Redis' clock once, on a busy machine
 
@@ -123,18 +124,26 @@ def traced() -> Iterator[tuple[LocalPool, Collector]]:
 
 
 def spans_of(collector: Collector, job: str) -> list[Span]:
-    """All spans of one job, once it has ended and its decoder has told of its report."""
+    """All spans of one job, once it has ended and every worker has told of its tasks and reports.
+
+    The coordinator sends the waits in front of the job's own span, one for each task.
+    """
+
+    def mine(spans: list[Span]) -> list[Span]:
+        traces = {s.trace for s in spans if s.about.get("slackwater.job") == job}
+        return [s for s in spans if s.trace in traces]
 
     def whole(spans: list[Span]) -> bool:
-        names = [s.name for s in spans if s.about.get("slackwater.job") == job]
-        traces = {s.trace for s in spans if s.about.get("slackwater.job") == job}
-        reports = [s for s in spans if s.trace in traces and s.name == "report"]
-        tasks = [name for name in names if name in ("encode", "denoise", "decode")]
-        return "job" in names and "decode" in tasks and len(reports) >= len(tasks)
+        spans = mine(spans)
+        waits = {s.about["slackwater.seq"] for s in spans if s.name == "queue"}
+        tasks = {s.id: s.about["slackwater.seq"] for s in spans if s.name in STAGES}
+        reports = {s.parent for s in spans if s.name == "report"}
+        ended = any(s.name == "job" for s in spans)
+        return ended and set(tasks.values()) == waits and reports == set(tasks)
 
-    spans = collector.wait_for(whole)
-    [trace] = {span.trace for span in spans if span.about.get("slackwater.job") == job}
-    return [span for span in spans if span.trace == trace]
+    spans = mine(collector.wait_for(whole))
+    assert len({span.trace for span in spans}) == 1
+    return spans
 
 
 def test_a_job_is_one_trace_across_all_services(traced: tuple[LocalPool, Collector]) -> None:
@@ -161,11 +170,10 @@ def test_a_job_is_one_trace_across_all_services(traced: tuple[LocalPool, Collect
     assert job.about["slackwater.status"] == "succeeded"
     assert not job.failed
     work = [span for span in spans if span.parent == job.id]
-    stages = ("encode", "denoise", "decode")
-    tasks = sorted((s for s in work if s.name in stages), key=lambda s: s.about["slackwater.seq"])
+    tasks = sorted((s for s in work if s.name in STAGES), key=lambda s: s.about["slackwater.seq"])
     names = [span.name for span in tasks]
-    assert names == sorted(names, key=stages.index)
-    assert set(names) == set(stages)
+    assert names == sorted(names, key=STAGES.index)
+    assert set(names) == set(STAGES)
     chunks = [span.about for span in tasks if span.name == "denoise"]
     assert len(chunks) > 1
     steps = [(c["slackwater.step"], c["slackwater.reached"]) for c in chunks]
