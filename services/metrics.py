@@ -6,6 +6,7 @@ from __future__ import annotations
 import common.metrics.worker
 from common.metrics import process
 from common.metrics.registry import Family
+from services.celery_app import metrics as celery_app
 from services.coordinator import metrics as coordinator
 from services.gateway import metrics as gateway
 
@@ -14,6 +15,7 @@ BY_SERVICE: dict[str, tuple[Family, ...]] = {
     "the coordinator": coordinator.FAMILIES,
     "a worker": common.metrics.worker.FAMILIES,
     "the gateway": gateway.FAMILIES,
+    "the Celery side": celery_app.FAMILIES,
 }
 
 

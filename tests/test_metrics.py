@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from celery import Celery
 from fastapi.testclient import TestClient
 
 from common.arena import Arena
@@ -36,7 +37,7 @@ from tests.servers import free_port, serving
 KEY = "sk-prometheus-0123456789"
 NOOP = "encode_ms=1,step_ms=5,decode_ms=1"
 LONG = 1000  # steps of 5 ms: a job that still runs when a test looks
-SERVICES = {"coordinator", "encode", "denoise", "decode", "gateway"}
+SERVICES = {"coordinator", "encode", "denoise", "decode", "gateway", "celery"}
 GAUGES = (
     "slackwater_jobs", "slackwater_ready_work_seconds", "slackwater_work_left_seconds",
     "slackwater_waiting_slack_seconds_gcount",
@@ -50,7 +51,7 @@ def pool() -> Iterator[LocalPool]:
     settings = Settings(
         noop=NOOP, metrics_port=free_port(), http_port=free_port(), worker_lease_s=2.0
     )
-    with LocalPool(settings=settings, http=True) as started:
+    with LocalPool(settings=settings, http=True, celery=True) as started:
         yield started
 
 
@@ -67,7 +68,9 @@ def at(pool: LocalPool) -> dict[str, str]:
 
 def test_every_service_tells_what_the_docs_say_it_tells(at: dict[str, str]) -> None:
     """All of it, nothing else, with the kinds and labels that stand there."""
-    group = {"coordinator": "the coordinator", "gateway": "the gateway"}
+    group = {
+        "coordinator": "the coordinator", "gateway": "the gateway", "celery": "the Celery side",
+    }  # fmt: skip
     for service, address in at.items():
         told = scrape(address)
         own = all_metrics.BY_SERVICE[group.get(service, "a worker")]
@@ -171,6 +174,24 @@ def test_gauges_are_zero_again_once_everything_was_canceled(
     assert canceled - before.of("slackwater_jobs_ended_total", status="canceled") == len(jobs)
     # It looks at Redis by itself, a moment later.
     until(lambda: scrape(at["gateway"]).of("slackwater_pool_active_jobs") == 0, "the pool's view")
+
+
+def test_tasks_of_celery_s_programs_are_counted(pool: LocalPool, at: dict[str, str]) -> None:
+    counted = grown(at["celery"], scrape(at["celery"]))
+    program = Celery("other", broker=pool.redis_url, backend=pool.redis_url)
+    with program.connection_for_write():
+        good, bad = (
+            program.send_task("slackwater.generate", kwargs=asked, queue="slackwater")
+            for asked in ({"prompt": "x", "num_inference_steps": 2}, {"prompt": "x", "id": "mine"})
+        )
+        assert good.get(timeout=60)["status"] == "succeeded"
+        with pytest.raises(ValueError, match="task_id"):
+            bad.get(timeout=60)
+    program.close()
+    assert counted("slackwater_celery_tasks_total", verdict="entered") == 1
+    assert counted("slackwater_celery_tasks_total", verdict="invalid") == 1
+    until(lambda: scrape(at["celery"]).of("slackwater_celery_waiting") == 0, "nobody to wait")
+    assert scrape(at["celery"]).of("slackwater_sender") == 1
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from services.celery_app.webhooks import SecretError, Webhooks, secrets_of
 from services.pool.local import LocalPool
 from tests.processes import until
 from tests.receiver import Call, Receiver, receiving
-from tests.servers import serving
+from tests.scrapes import addresses, scrape
+from tests.servers import free_port, serving
 
 OLD, NEW = ("whsec_" + base64.b64encode(bytes([n]) * 32).decode() for n in (1, 2))
 PATIENCE_S = 60.0
@@ -56,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
         settings = Settings(
             noop="step_ms=2", outgoing_hosts=receiver.url, webhook_secret=f"{NEW} {OLD}",
             webhook_retry_s=0.05, upload_prefixes=f"file://{folder}", refresh_ms=100,
-            http_base_url="https://pool.example",
+            http_base_url="https://pool.example", metrics_port=free_port(),
         )  # fmt: skip
         with (
             LocalPool(settings=settings, redis_url=server.url, celery=True) as pool,
@@ -106,6 +107,31 @@ def test_an_end_arrives_signed_after_two_failures(side: Side) -> None:
         True,
     )
     assert job["outputs"][0]["url"] == "https://pool.example/v1/jobs/twice/output/0"
+
+
+def test_tries_are_counted_for_prometheus(side: Side) -> None:
+    """Each by what came of it, and nothing is owed at the end."""
+    at = addresses(side.pool, 5)["celery"]
+    before = scrape(at)
+    side.receiver.answer = lambda n: 503 if n == 0 else 204 if n == 1 else 410
+    side.push("counted", callback_url=side.receiver.url)
+    side.receiver.until(2)
+    side.until_nothing_is_owed()
+    side.push("refused", callback_url=side.receiver.url)
+    side.receiver.until(3)
+    side.until_nothing_is_owed()
+    after = scrape(at)
+
+    def grown(name: str, **labels: str) -> float:
+        return after.of(name, **labels) - before.of(name, **labels)
+
+    tries = "slackwater_deliveries_total"
+    assert grown(tries, kind="webhook", outcome="again") == 1
+    assert grown(tries, kind="webhook", outcome="done") == 1
+    assert grown(tries, kind="webhook", outcome="given_up") == 1
+    assert grown("slackwater_delivery_seconds_count", kind="webhook") == 1
+    assert after.of("slackwater_deliveries_owed") == 0
+    assert after.of("slackwater_sender") == 1
 
 
 def test_a_secret_can_be_changed_without_a_gap(side: Side) -> None:

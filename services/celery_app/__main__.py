@@ -15,6 +15,7 @@ import threading
 from celery import signals
 
 from common.logs import set_up
+from common.metrics.http import serve
 from common.settings import Settings, from_command_line
 from services.celery_app.build import Built, build
 from services.celery_app.revoking import take_over
@@ -33,10 +34,15 @@ def main() -> int:
     set_up(settings.log_level, settings.log_format)
     try:
         built = build(settings)
-    except ValueError as error:
+        port = serve(built.registry, settings) if settings.metrics_port else None
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    return send(built) if alone else work(built, settings)
+    try:
+        return send(built) if alone else work(built, settings)
+    finally:
+        if port is not None:
+            port.close()
 
 
 def send(built: Built) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.client import Client
 from common.connect import writing
+from common.metrics.registry import Registry
 from common.settings import Settings
 from services.celery_app import side
 from services.celery_app.app import broker_url, make_app
@@ -14,6 +15,7 @@ from services.celery_app.backend import Backends
 from services.celery_app.beat import Beat, schedule
 from services.celery_app.door import Door
 from services.celery_app.following import Following
+from services.celery_app.metrics import CeleryMetrics
 from services.celery_app.sender import PATIENCE_S, Sender
 from services.celery_app.telling import Telling
 
@@ -23,6 +25,7 @@ class Built:
     app: Any
     sender: Sender
     client: Client
+    registry: Registry
 
 
 def build(settings: Settings) -> Built:
@@ -31,8 +34,12 @@ def build(settings: Settings) -> Built:
     client = Client(settings.redis_url, settings.prefix, PATIENCE_S)
     redis = writing(settings.redis_url)
     backends = Backends(app, broker_url(settings))
-    Door(client, redis, backends).register(app)
+    registry = Registry()
+    metrics = CeleryMetrics(registry, settings)
+    Door(client, redis, backends, metrics).register(app)
     side.register(app, client, redis, settings)
     app.conf.beat_schedule = schedule(side.JANITOR)
     following = Following(client, Telling(app, backends))
-    return Built(app, Sender(settings, following, Beat(app)), client)
+    sender = Sender(settings, following, Beat(app), metrics)
+    metrics.show(sender)
+    return Built(app, sender, client, registry)

@@ -18,6 +18,7 @@ from common.uploads import Prefixes
 from services.celery_app.attempts import Failed, GiveUp, pause_s
 from services.celery_app.copies import copy_outputs
 from services.celery_app.lease import Lease
+from services.celery_app.metrics import CeleryMetrics
 from services.celery_app.webhooks import Webhooks
 
 log = logging.getLogger("slackwater.sender")
@@ -28,10 +29,12 @@ THREADS = 8
 
 class Deliveries:
     def __init__(
-        self, client: Client, redis: Any, lease: Lease, settings: Settings, clock: Clock
-    ) -> None:
+        self, client: Client, redis: Any, lease: Lease, settings: Settings, clock: Clock,
+        metrics: CeleryMetrics,
+    ) -> None:  # fmt: skip
         """Raises ValueError for settings that cannot be used."""
         self._client, self._redis, self._lease, self._clock = client, redis, lease, clock
+        self._metrics = metrics
         self._first_s, self._give_up_s = settings.webhook_retry_s, settings.webhook_give_up_s
         self._prefixes = Prefixes.parse(settings.upload_prefixes)
         self._webhooks = Webhooks(settings)
@@ -65,6 +68,7 @@ class Deliveries:
             return
         job, url, body = raw[b"job"].decode(), raw[b"url"].decode(), raw[b"body"]
         kind, failures = raw[b"kind"].decode(), int(raw[b"attempts"]) + 1
+        owed_s = int(raw[b"created"]) / 1000
         follows = b""
         try:
             if kind == WEBHOOK:
@@ -73,13 +77,15 @@ class Deliveries:
                 files = copy_outputs(self._client, job, url, self._prefixes)
                 follows = self._follows(body, "job.uploaded", files=files)
             self._lease.run(settle(name, "done", job=job, follows=follows))
+            self._metrics.tried(kind, "done", owed_s, self._clock())
             log.info("job %s: %s delivered at try %d", job, kind, failures)
             return
         except Failed as error:
             what, now = str(error), self._clock()
-            if now < int(raw[b"created"]) / 1000 + self._give_up_s:
+            if now < owed_s + self._give_up_s:
                 again_s = now + pause_s(failures, self._first_s)
                 self._lease.run(settle(name, "again", again_s, what))
+                self._metrics.tried(kind, "again", owed_s, now)
                 wait_s = again_s - now
                 log.warning("job %s: %s failed, again in %.1f s: %s", job, kind, wait_s, what)
                 return
@@ -88,6 +94,7 @@ class Deliveries:
         if kind == UPLOAD:
             follows = self._follows(body, "job.upload_failed", error=what)
         self._lease.run(settle(name, "given_up", error=what, job=job, follows=follows))
+        self._metrics.tried(kind, "given_up", owed_s, self._clock())
         log.error("job %s: %s given up after %d tries: %s", job, kind, failures, what)
 
     def _follows(self, body: bytes, event: str, **more: Any) -> bytes:

@@ -23,6 +23,7 @@ from common.scripts import Scripts
 from common.traceparent import Parent
 from services.celery_app.backend import JSON, SERIALIZER, Backends, serializer_of
 from services.celery_app.context import to_wire
+from services.celery_app.metrics import INVALID, CeleryMetrics
 from services.celery_app.transitions import SenderTransitions
 
 log = logging.getLogger("slackwater.celery")
@@ -48,8 +49,10 @@ class DoorTask(Task):  # type: ignore[misc]
 class Door:
     """What the task does, for one pool."""
 
-    def __init__(self, client: Client, redis: Any, backends: Backends) -> None:
-        self.client, self.backends = client, backends
+    def __init__(
+        self, client: Client, redis: Any, backends: Backends, metrics: CeleryMetrics
+    ) -> None:
+        self.client, self.backends, self.metrics = client, backends, metrics
         self.scripts, self.transitions = Scripts(redis), SenderTransitions(client.keys)
 
     def register(self, app: Any) -> None:
@@ -73,12 +76,14 @@ class Door:
             priority = (request.delivery_info or {}).get("priority")
             push = push_of(job, args, kwargs, priority, getattr(request, "traceparent", None))
         except InvalidRequest as error:
+            self.metrics.task(INVALID)
             backend.mark_as_failure(job, ValueError(f"invalid_request: {error}"), request=request)
             return
         if not request.ignore_result:
             backend.store_result(job, {"stage": "", "step": 0, "steps": 0}, QUEUED)
         context = to_wire(request, push.content, serializer)
         [verdict, *_] = self.scripts.one(self.transitions.enter(job, context, push.raw))
+        self.metrics.task(verdict.decode())
         log.info("job %s came by Celery: %s", job, verdict.decode())
         if job in revoked:  # meanwhile: whoever revoked it found no job to cancel
             self.client.cancel(job)

@@ -40,6 +40,11 @@ class Following:
         """Read everything anew: another process may have gone on."""
         self._waiting, self._told, self._next_s = {}, {}, 0.0
 
+    @property
+    def count(self) -> int:
+        """Tasks whose job goes on."""
+        return len(self._waiting)
+
     def due_s(self) -> float:
         """In how many seconds it should look again."""
         return max(0.0, self._next_s - time.monotonic())

@@ -29,6 +29,7 @@ from services.celery_app.beat import Beat
 from services.celery_app.deliveries import UPLOAD, WEBHOOK, Deliveries
 from services.celery_app.following import Following
 from services.celery_app.lease import LEASE_S, Deposed, Lease
+from services.celery_app.metrics import CeleryMetrics
 from services.celery_app.transitions import Owed
 from services.celery_app.webhooks import payload
 from services.gateway.links import Links
@@ -47,7 +48,9 @@ T = TypeVar("T")
 class Sender:
     """Call `run` on a thread of its own."""
 
-    def __init__(self, settings: Settings, following: Following, beat: Beat) -> None:
+    def __init__(
+        self, settings: Settings, following: Following, beat: Beat, metrics: CeleryMetrics
+    ) -> None:
         """`beat` ticks while this process reads. Raises ValueError for settings that cannot be
         used."""
         self.keys = Keys(settings.prefix)
@@ -57,43 +60,52 @@ class Sender:
         self.lease = Lease(Scripts(self._redis), self.keys)
         self._clock: Clock = time.time  # Redis' own, as soon as it has answered
         self._following, self._beat = following, beat
-        self._deliveries = Deliveries(self.client, self._redis, self.lease, settings, self._now)
+        self._deliveries = Deliveries(
+            self.client, self._redis, self.lease, settings, self._now, metrics
+        )
         self._links = Links(settings.http_base_url.rstrip("/"), None, settings.output_ttl_s)
         self._last = "0"
+        # What its figures tell, from other threads.
+        self.leads = self.away = False
+        self.reconnects = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._following.count if self.leads else 0
 
     def _now(self) -> float:
         return self._clock()
 
     def run(self, stopping: threading.Event) -> None:
         """Read whenever it holds the lease, until told to stop."""
-        leads = away = False
         while not stopping.is_set():
             try:
-                if not leads:
-                    leads = self._lead()
-                    if not leads:
+                if not self.leads:
+                    self.leads = self._lead()
+                    if not self.leads:
                         stopping.wait(LEASE_S / 6)
                         continue
                 self.step()
-                if away:
+                if self.away:
                     log.warning("Redis is back")
-                away = False
+                    self.reconnects += 1
+                self.away = False
                 continue
             except Deposed as error:
                 log.warning("%s; standing by", error)
             except (RedisError, RedisAway, OSError) as error:
-                if not away:
+                if not self.away:
                     log.warning("Redis is away (%s); trying again", error)
-                away = True
+                self.away = True
                 stopping.wait(PAUSE_S)
             except Exception:
                 log.exception("starting over in %.0f s", PAUSE_S)
                 stopping.wait(PAUSE_S)
-            leads = False
+            self.leads = False
             self._beat.stop()
         self._beat.stop()
         self._deliveries.close()
-        if leads:
+        if self.leads:
             with contextlib.suppress(RedisError, OSError):
                 self.lease.release()
         self.client.close()
