@@ -9,16 +9,19 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import av
 import httpx
 import openai
 import pytest
 from openai import OpenAI
 from PIL import Image
 
+from common.connect import writing
 from common.noop import expected
 from common.settings import Settings
 from examples import http_openai
 from services.pool.local import LocalPool
+from tests.animations import animated
 from tests.gateway_server import LONG, WAIT_S, error_of, gateway
 from tests.servers import free_port
 
@@ -186,6 +189,29 @@ def test_a_video_is_created_polled_fetched_and_deleted(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError):
             call(created.id)
     assert created.id not in {video.id for video in client.videos.list()}
+
+
+def test_a_video_is_downloaded_as_mp4_and_gone_with_its_job(
+    pool: LocalPool, client: OpenAI
+) -> None:
+    """Players show no animated PNG, which is what a decoder leaves; that is there too."""
+    done = client.videos.create_and_poll(prompt="a circle", poll_interval_ms=20)
+    redis = writing(pool.redis_url)
+    frames = animated("PNG", frames=5, fps=16)  # the no-op decoder's file is none
+    redis.set(pool.keys.output(done.id, 0), frames, ex=600)
+    for _ in range(2):
+        answer = client.videos.download_content(done.id)
+        assert answer.response.headers["content-type"] == "video/mp4"
+        assert answer.response.headers["content-disposition"].endswith(f'{done.id}.mp4"')
+        with av.open(io.BytesIO(answer.content)) as movie:
+            assert movie.streams.video[0].codec_context.name == "h264"
+            assert len(list(movie.decode(video=0))) == 5
+    with httpx.Client(base_url=pool.http_url) as http:
+        original = http.get(f"/v1/videos/{done.id}/content", params={"variant": "original"})
+    assert original.content == frames
+    assert client.videos.delete(done.id).deleted
+    assert not list(redis.scan_iter(f"*{done.id}*"))
+    redis.close()
 
 
 def test_deleting_a_running_video_stops_it(pool: LocalPool, client: OpenAI) -> None:

@@ -8,7 +8,7 @@ import av
 import pytest
 from PIL import Image
 
-from services.celery_app.movie import to_mp4
+from common.movie import to_mp4
 from tests.animations import SIZE, animated, shade
 
 NEAR = 12  # of 255: chroma is halved and rounded

@@ -23,10 +23,20 @@ class SideTask(Task):  # type: ignore[misc]
 
 def register(app: Any, client: Client, redis: Any, settings: Settings) -> None:
     def mux(job: str, n: int = 0) -> dict[str, Any]:
-        """The n-th file of a job, a video as animated PNG or WebP, as MP4."""
-        from services.celery_app.movie import make_movie  # video libraries that few need
+        """The n-th file of a job, a video as animated PNG or WebP, as MP4, kept beside the file.
 
-        return make_movie(client, redis, job, n, settings.output_ttl_s)
+        Raises JobError, IndexError or ResultExpired for a file that is not there, ValueError for
+        one that is no video. A repeat makes the same.
+        """
+        from common import movie  # video libraries that few need
+
+        content, frames, fps = movie.to_mp4(client.output(job, n))
+        key = client.keys.movie(job, n)
+        redis.set(key, content, px=round(1000 * settings.output_ttl_s))
+        return {
+            "key": key, "mime": movie.MIME, "bytes": len(content), "frames": frames,
+            "fps": float(fps),
+        }  # fmt: skip
 
     def janitor() -> dict[str, int]:
         """Sweep up what deaths have left in Redis; counts by kind."""

@@ -16,6 +16,7 @@ from services.gateway.dashboard.feed import Feed
 from services.gateway.jobs import Jobs
 from services.gateway.links import Links
 from services.gateway.models import Models
+from services.gateway.movies import Movies
 from services.gateway.views import View, job_json, view
 
 
@@ -28,6 +29,7 @@ class Gateway:
         self.client = GatewayClient(settings.redis_url, settings.prefix)
         self.jobs = Jobs(self.client, settings)
         self.models = Models(self.client, settings.default_model)
+        self.movies = Movies(self.client)
         self.feed = Feed(self.client, self._links(""))
 
     def links(self, request: Request) -> Links:

@@ -185,10 +185,11 @@ class Jobs:
             result = None
         keys = self.client.keys
         files = MOST_OUTPUTS if result is None else len(result.outputs)
-        names = [*(keys.output(job, n) for n in range(files)), keys.preview(job)]
+        names = [key(job, n) for n in range(files) for key in (keys.output, keys.movie)]
+        names += keys.result(job), keys.events(job), keys.preview(job), keys.job(job)
         await self.client.ask(
             Ask((
-                ("DEL", *names, keys.result(job), keys.events(job), keys.job(job)),
+                ("DEL", *names),
                 ("ZREM", keys.videos, job),
             ))
         )  # fmt: skip

@@ -14,7 +14,7 @@ from common.asks import Ask
 from services.gateway import bodies, schemas
 from services.gateway.access import Caller, caller_of
 from services.gateway.errors import bad, not_found
-from services.gateway.files import file_response, finished
+from services.gateway.files import file_response, finished, movie_response
 from services.gateway.gateway import Gateway, gateway_of
 from services.gateway.jobs import Pushed, checked_id
 from services.gateway.models import Manifest
@@ -201,11 +201,19 @@ async def content(
     video_id: str,
     gateway: Annotated[Gateway, Depends(gateway_of)],
     _: Annotated[Caller, Depends(caller_of)],
-    variant: Annotated[str, Query(description="video is the only one there is")] = "video",
-) -> Response:
-    if variant != "video":
-        raise bad("variant", f"{variant!r:.64} is not made here; video is")
-    return await file_response(gateway, finished(await _video(gateway, video_id)), 0)
+    variant: Annotated[
+        str,
+        Query(description="video (the default): as MP4; original: the file as the model's worker "
+                          "made it, an animated PNG or WebP")
+    ] = "video",
+) -> Response:  # fmt: skip
+    """An MP4 is made when it is first asked for, and kept as long as the file."""
+    if variant not in ("video", "original"):
+        raise bad("variant", f"{variant!r:.64} is not made here; video and original are")
+    result = finished(await _video(gateway, video_id))
+    if variant == "original":
+        return await file_response(gateway, result, 0)
+    return await movie_response(gateway, result, 0)
 
 
 @router.delete(

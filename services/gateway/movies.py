@@ -1,0 +1,58 @@
+"""Videos as MP4, made when somebody wants one: the workers make animated pictures without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+from collections import OrderedDict
+
+from common.asks import Ask
+from common.job import Result
+from services.gateway.client import GatewayClient
+
+log = logging.getLogger("slackwater.gateway")
+
+MP4 = "video/mp4"
+# The newest are kept: players fetch a video more than once.
+KEPT_BYTES = 64 << 20
+
+
+class Movies:
+    """One is made at a time, on a thread: encoding takes a core for seconds."""
+
+    def __init__(self, client: GatewayClient) -> None:
+        self._client = client
+        self._turn = asyncio.Lock()
+        self._can = importlib.util.find_spec("av") is not None
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+
+    async def of(self, result: Result, n: int, animated: bytes) -> bytes | None:
+        """The MP4 of a job's n-th file, `animated`; None for one that is no video, or where PyAV is
+        not installed and Celery's `slackwater.mux` has not made it either."""
+        key = self._client.keys.movie(result.id, n)
+        async with self._turn:
+            movie = self._kept.get(key)
+            if movie is None:
+                [movie] = await self._client.ask(Ask((("GET", key),)))
+            if movie is None and self._can:
+                try:
+                    movie = await asyncio.to_thread(_made, animated)
+                except ValueError as error:
+                    log.info("job %s: no MP4: %s", result.id, error)
+            if movie is not None:
+                self._keep(key, movie)
+            return movie
+
+    def _keep(self, key: str, movie: bytes) -> None:
+        self._kept[key] = movie
+        self._kept.move_to_end(key)
+        while sum(map(len, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+
+def _made(animated: bytes) -> bytes:
+    from common.movie import to_mp4  # video libraries, which few need
+
+    content, _, _ = to_mp4(animated)
+    return content
