@@ -36,7 +36,7 @@ from common.stage import STAGES
 
 single_threaded()
 
-RATE = 1.7  # jobs a second
+RATE = 1.4  # jobs a second
 NOOP_RATE = 2.0
 NOOP = "encode_ms=20,step_ms=25,decode_ms=20,state_kb=64"
 END_S = 400.0  # for the last results, on a machine that cannot keep up
