@@ -167,10 +167,12 @@ curl -sSf "$http/" | grep -qi '<title>slackwater' || fail "GET $http/ is no dash
 # -- the same by a Celery program of its own ------------------------------------------------
 told=$("${compose[@]}" exec -T gateway python - "$size" "$steps" "$wait_s" <<'PY' | tr -d '\r'
 import os, sys
+from urllib.parse import quote
 from celery import Celery
 
 size, steps, wait_s = map(int, sys.argv[1:])
-url = os.environ["SLACKWATER_REDIS_URL"]
+password = os.environ.get("SLACKWATER_REDIS_PASSWORD", "")
+url = f"redis://{f':{quote(password)}@' if password else ''}redis:6379/0"
 app = Celery("other", broker=url, backend=url)
 task = app.send_task(
     "slackwater.generate",
