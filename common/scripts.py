@@ -30,8 +30,17 @@ SOURCES = {path.stem: path.read_text() for path in sorted(LUA.glob("*.lua"))}
 SHA = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in SOURCES.items()}
 
 
-# Replies of a node that cannot serve now: a replica, or a cluster that is being mended.
+# Replies of a node that cannot serve now: a replica, a cluster that is being mended, and by their
+# first word, for which redis-py has no classes, one that has too few replicas or a full disk.
 ELSEWHERE = (ReadOnlyError, ClusterDownError, TryAgainError)
+NOT_NOW = ("NOREPLICAS", "MISCONF")
+
+
+def cannot_now(reply: Any) -> bool:
+    """Whether Redis takes no writes for now, whatever they are; nothing was done."""
+    if isinstance(reply, ELSEWHERE):
+        return True
+    return isinstance(reply, ResponseError) and str(reply).startswith(NOT_NOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,8 @@ class Scripts:
 
         Returns their replies; a ResponseError stands in its call's place (the others
         were still run). Connection errors are raised, and so is what a node says that is not
-        or no longer the one to ask (a failover): the caller repeats the whole.
+        or no longer the one to ask (a failover) or takes no writes for now (`cannot_now`): the
+        caller repeats the whole.
         """
         if not calls:
             return []
@@ -95,7 +105,7 @@ class Scripts:
             )
         replies: list[Any] = pipe.execute(raise_on_error=False)
         for reply in replies:
-            if isinstance(reply, ELSEWHERE):
+            if cannot_now(reply):
                 raise reply
         return replies
 

@@ -232,7 +232,7 @@ class Settings(BaseSettings):
         3.0, gt=0, description="a coordinator silent this long loses the lead"
     )
     worker_lease_s: float = Field(
-        5.0, gt=0, description="a worker silent this long loses its tasks"
+        5.0, ge=0.5, description="a worker silent this long loses its tasks"
     )
     hang_s: float = Field(
         5.0, gt=0, description="a worker that makes no step for this long loses its tasks…"

@@ -21,7 +21,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from common.clock import Clock, patient_clock
+from common.clock import Clock, keep_right, patient_clock
 from common.control import Chunk
 from common.fitness import Fitness
 from common.handles import Handle
@@ -126,8 +126,12 @@ class Worker:
                 if pending is None:
                     break
                 started = self._work(pending)
-        finally:
-            self._leave()
+        except BaseException:
+            # Without a farewell its lease runs out, as that of a killed one: what it was running
+            # may be why, and has to count as an attempt.
+            self._leave(farewell=False)
+            raise
+        self._leave()
 
     def drain(self) -> None:
         """End the running chunk at its next step, hand back what is queued, and leave."""
@@ -160,11 +164,12 @@ class Worker:
             if self._draining.is_set():
                 return None
 
-    def _leave(self) -> None:
+    def _leave(self, farewell: bool = True) -> None:
         self._pulse.stop()
         self._inbox.stop()
         self._pulse.join(5)  # a beat after the farewell would bring back a worker that is gone
-        self._say_goodbye()
+        if farewell:
+            self._say_goodbye()
         self._inbox.join(5)
         self._states.close()
         self.stage.close()
@@ -332,6 +337,7 @@ class Worker:
 
     def _beat(self) -> None:
         self._pulse_redis = self._pulse_redis or self._connect_pulse()
+        keep_right(self._clock, self._pulse_redis)
         Scripts(self._pulse_redis).one(self._registration())
         if time.monotonic() - self._swept >= SWEEP_S:
             self._swept = time.monotonic()

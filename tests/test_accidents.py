@@ -107,6 +107,21 @@ def test_a_worker_does_not_free_what_may_have_counted(pool: Pool) -> None:
     pool.store.sweep(lambda owner: True, min_age_s=0)
 
 
+def test_a_report_that_cannot_be_read_costs_nothing(pool: Pool) -> None:
+    """Of a worker of another version, say: what it reported stands in the trajectory."""
+    push(pool, "a")
+    worker = run_until_denoising(pool)
+    pool.is_deaf = lambda: True
+    stand_at(pool, worker.actor, "EVALSHA")
+    worker.actor.step()
+    [(entry, fields)] = pool.client.xrange(pool.keys.reports)
+    pool.client.xdel(pool.keys.reports, entry)
+    pool.client.xadd(pool.keys.reports, {**fields, b"body": b"\xc1"})
+    pool.is_deaf = lambda: False
+    pool.settle()
+    assert status(pool, "a") == "succeeded"
+
+
 def test_a_record_outlives_no_job_without_a_ttl(pool: Pool) -> None:
     """A job ends while its chunk runs, the coordinator forgets it, the worker dies: the record of
     that dispatch goes by itself."""

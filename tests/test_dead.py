@@ -297,6 +297,26 @@ def test_a_broken_device_reports_its_task_and_leaves(
     assert bench.table.dispatch([second], ["w"])[1][0] == "worker"  # nobody is there any more
 
 
+class Ending(NoopStage):
+    """Something in it ends the process."""
+
+    def run(self, task: Task, staged: dict[str, bytes], control: Control) -> list[Outcome]:
+        raise SystemExit(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_ends_over_a_task_says_no_farewell(
+    bench_of: Callable[[type[NoopStage]], Bench],
+) -> None:
+    """Else the leader would hand its job to the next one, and the next, without an attempt."""
+    bench = bench_of(Ending)
+    bench.table.dispatch([bench.table.job(id="a")], ["w"])
+    bench.thread.join(20)
+    assert not bench.thread.is_alive()
+    assert [report[b"kind"] for report in bench.reports()] == [b"hello"]
+    assert bench.redis.sismember(bench.keys.workers, "w")  # until the leader finds its lease gone
+
+
 def test_a_task_of_another_version_fails_with_its_version(
     bench_of: Callable[[type[NoopStage]], Bench],
 ) -> None:

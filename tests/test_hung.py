@@ -98,6 +98,25 @@ def test_slow_steps_are_given_ten_times_their_estimate() -> None:
     assert kinds(beats(mind, flight.members[0], flight.seq, 20.1)) == ["Mark", "Void"]
 
 
+def test_a_shared_pass_may_take_what_all_its_jobs_would() -> None:
+    """Also where its first job is the quickest of them."""
+    mind = Mind()
+    mind.join(ENCODE, DENOISE, DECODE)
+    warm(mind)
+    mind.run_to_denoise("quick")
+    mind.tick()
+    flight = mind.core.board.flights[mind.last(ev.Dispatch).seq]
+    mind.push("slow", width=1024)
+    slow = mind.core.jobs["slow"]
+    for _ in range(9):
+        mind.core.costs.observe("noop", DENOISE, slow.shape, 20.0)
+    flight.jobs, flight.expected_s = ("quick", "slow"), 200.0
+    (worker,) = flight.members
+    limit_s = mind.core.watch.limit_s(mind.core, flight, worker)
+    assert limit_s > 10 * 20.0
+    assert limit_s < 10 * flight.expected_s
+
+
 def test_a_first_task_of_a_shape_may_compile() -> None:
     mind = Mind()
     mind.join(ENCODE, DENOISE, DECODE)
@@ -206,7 +225,7 @@ def test_a_job_goes_on_elsewhere_when_its_worker_hangs(
     assert f"hung (seq {record.hung})" in capsys.readouterr().out
     monkeypatch.setattr("common.health._announced", lambda _: [record.name])  # of this container
     with pytest.raises(Sick, match="found to hang"):
-        check_worker(pool.client, pool.keys, DENOISE, "here", 2.0)
+        check_worker(pool.client, pool.keys, DENOISE, "here")
     pool.push("b", steps=6)
     pool.check("b", steps=6)
     assert pool.record("b")["attempts"] == "0"

@@ -67,8 +67,23 @@ def test_a_task_on_its_way_is_asked_back_and_tells_whether_it_began(mind: Mind) 
     done = mind.tick()
     assert kinds(done)[:1] == ["Void"]
     assert not done[0].forced
-    mind.tick(AGAIN_S)
     assert ends(mind) == [("a", "expired", "queue_timeout")]
+
+
+def test_a_task_that_came_back_too_late_is_not_handed_over_again(mind: Mind) -> None:
+    """Whoever decides next must not find it, however often that is before its next alarm."""
+    mind.join(ENCODE)
+    mind.push("a", queue_timeout_ms=700)
+    mind.tick()
+    flight = mind.last(ev.Dispatch)
+    mind.now = mind.core.jobs["a"].spec.arrival_s + 0.71
+    agree = mind.answer
+    mind.answer = lambda e: None if isinstance(e, ev.Void) else agree(e)  # type: ignore[method-assign]
+    mind.tick()
+    mind.tell(ev.Voided(flight.seq, "void", blamed=False))
+    mind.tick()
+    assert ends(mind) == [("a", "expired", "queue_timeout")]
+    assert mind.last(ev.Dispatch) == flight
 
 
 def test_a_task_that_began_unheard_is_left_alone(mind: Mind) -> None:

@@ -21,7 +21,7 @@ from services.coordinator.board import Board
 from services.coordinator.deciding import decide
 from services.coordinator.hung import Watch
 from services.coordinator.learning import learn
-from services.coordinator.limits import Limits, is_out_of_time, out_of_time
+from services.coordinator.limits import Limits, expire, has_waited_out, is_out_of_time, out_of_time
 from services.coordinator.recovery import recover
 from services.coordinator.state import (
     FINAL_ERRORS,
@@ -312,7 +312,11 @@ class Core:
                     what = died(job.attempts)
                     effects += self.end(job, JobStatus.FAILED, now, ErrorCode.WORKER_LOST, what)
                     continue
-            self.ready(job)
+            job.seq = 0
+            if has_waited_out(job, now):  # else it would be handed over before its next alarm
+                effects += expire(self, job, now)
+            else:
+                self.ready(job)
         return effects
 
     def _cancel(self, event: ev.CancelNoted, now: float) -> Effects:

@@ -49,10 +49,11 @@ class Watch:
 
     def limit_s(self, core: Core, flight: Flight, worker: str) -> float:
         """For how long nothing may move while `worker` runs `flight`."""
+        jobs = [core.jobs[name] for name in flight.jobs if name in core.jobs]
         estimate_s = flight.expected_s
         if flight.stage == DENOISE:
-            estimate_s = min(estimate_s, flight.candidate.step_s * len(flight.jobs))
-        jobs = [core.jobs[name] for name in flight.jobs if name in core.jobs]
+            steps_s = [job.candidate(core.costs).step_s for job in jobs]
+            estimate_s = min(estimate_s, sum(steps_s) if steps_s else flight.candidate.step_s)
         warm = self._worked.get(worker, ())
         is_warm = all((flight.stage, job.shape) in warm for job in jobs)
         return max(self.hang_s if is_warm else self.first_s, self.factor * estimate_s)

@@ -61,9 +61,7 @@ class Limits:
         if job.begun or job.started_s is not None:
             return []
         if not job.seq:
-            waited_s = job.spec.queue_timeout_s or 0.0
-            what = f"queue_timeout_ms: it had not begun after {1000 * waited_s:.0f} ms"
-            return core.end(job, JobStatus.EXPIRED, now, ErrorCode.QUEUE_TIMEOUT, what)
+            return expire(core, job, now)
         self._set(now + AGAIN_S, QUEUE, job.spec.id)
         flight = core.board.flights.get(job.seq)
         if flight is None or flight.voiding:
@@ -77,6 +75,20 @@ class Limits:
             self._set(now + left_s, RUN, job.spec.id)
             return []
         return out_of_time(core, job, now)
+
+
+def has_waited_out(job: Job, now: float) -> bool:
+    """Whether it may no longer begin."""
+    limit_s = job.spec.queue_timeout_s
+    if limit_s is None or job.begun or job.started_s is not None:
+        return False
+    return now >= job.spec.arrival_s + limit_s
+
+
+def expire(core: Core, job: Job, now: float) -> Effects:
+    waited_s = job.spec.queue_timeout_s or 0.0
+    what = f"queue_timeout_ms: it had not begun after {1000 * waited_s:.0f} ms"
+    return core.end(job, JobStatus.EXPIRED, now, ErrorCode.QUEUE_TIMEOUT, what)
 
 
 def ran_s(core: Core, job: Job, now: float) -> float:

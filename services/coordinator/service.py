@@ -17,10 +17,10 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from common.clock import Clock, patient_clock
+from common.clock import Clock, keep_right, patient_clock
 from common.keys import Keys
 from common.messages import MessageError, unpack_report
-from common.scripts import Scripts, Transitions, Ttls, text
+from common.scripts import Scripts, Transitions, Ttls, cannot_now, text
 from services.coordinator import events as ev
 from services.coordinator.core import Core
 from services.coordinator.effects import OutOfStep, answer_of, call_of, check_fence
@@ -42,9 +42,11 @@ log = logging.getLogger("slackwater.coordinator")
 # Entries taken from each stream in one read: enough to amortise a round trip, few enough
 # that a burst of pushes delays a report by milliseconds only.
 READ_COUNT = 128
-# At most this long without a look at the lease and the workers; a third of a shorter lease.
+# At most this long without a look at the leases; a third of a shorter one, its own or a worker's.
 BLOCK_MS = 500
 LIVENESS_S = 1.0
+# Between two looks at Redis' clock, and a change of it that is no mere drift.
+CLOCK_S, JUMP_S = 10.0, 1.0
 SAVE_COSTS_S = 10.0
 # Between two rounds of the janitor, and between two pages of keys within one.
 SWEEP_S, SWEEP_PAGE_S = 60.0, 0.05
@@ -84,6 +86,7 @@ class Coordinator:
         self._well_since = 0.0  # it has answered ever since: so it has to workers, if they live
         self._looked = 0.0
         self._saved = 0.0
+        self._clock_set = -math.inf
         self._janitor = Janitor(redis, keys, ttls, self.clock)
         self._sweep_at = math.inf
 
@@ -97,6 +100,7 @@ class Coordinator:
         nonce = Leadership.new_nonce(self.transitions.nonce)
         self.transitions = dataclasses.replace(self.transitions, nonce=nonce)
         self.leadership.transitions = self.transitions
+        self._set_clock()
         now = self.clock()
         leads = self.leadership.take(now)
         self._answered(now)
@@ -126,6 +130,16 @@ class Coordinator:
         log.info("leading: %d jobs, %d workers", len(core.jobs), len(core.board.workers))
         self._carry_out(effects)
 
+    def _set_clock(self) -> bool:
+        """True if it has jumped: every moment that was remembered here is of another time."""
+        self._clock_set = time.monotonic()
+        moved_s = keep_right(self.clock, self.redis)
+        if abs(moved_s) < JUMP_S:
+            return False
+        log.warning("Redis' clock is %+.1f s from where it was believed to be", moved_s)
+        self._answered_s, self._looked, self._saved = -math.inf, -math.inf, -math.inf
+        return True
+
     def _answered(self, now: float) -> None:
         """Redis answered. Who has been silent for a lease is dead only if Redis was there for all
         of it; a long gap means that it, or this process, may not have been."""
@@ -138,13 +152,21 @@ class Coordinator:
 
     # -- the loop ------------------------------------------------------------------------
 
-    def run(self, should_stop: Callable[[], bool]) -> None:
-        """Lead whenever possible until told to stop; survives Redis going away."""
+    def run(
+        self, should_stop: Callable[[], bool], ready: Callable[[], None] = lambda: None
+    ) -> None:
+        """Lead whenever possible until told to stop; survives Redis going away.
+
+        `ready` is called whenever it leads, or has heard that another does.
+        """
         pause = 0.1
-        block_ms = min(BLOCK_MS, int(1000 * self.leadership.lease_s / 3))
+        shortest_s = min(self.leadership.lease_s, self.worker_lease_s)
+        block_ms = min(BLOCK_MS, int(1000 * shortest_s / 3))
         while not should_stop():
             try:
-                if not self.leads and not self.lead():
+                leads = self.leads or self.lead()
+                ready()
+                if not leads:
                     self._sleep(self.leadership.lease_s / 6)
                     continue
                 self.step(block_ms)
@@ -154,7 +176,7 @@ class Coordinator:
                 self.lost_leads += isinstance(error, Fenced)
                 self.leads = False
             except (RedisError, OSError) as error:
-                if isinstance(error, ResponseError):
+                if isinstance(error, ResponseError) and not cannot_now(error):
                     log.exception("Redis refused; starting over in %.1f s", pause)
                 elif not self.away:  # once, not at every try
                     log.warning("Redis is away (%s); trying again", error)
@@ -174,6 +196,8 @@ class Coordinator:
         now = self.clock()
         self.leadership.keep(now)
         self._answered(now)
+        if time.monotonic() - self._clock_set >= CLOCK_S and self._set_clock():
+            raise OutOfStep("Redis' clock has jumped")
         if now - self._looked >= LIVENESS_S:
             self._look_for_the_dead(now)
             self._steer(now)
@@ -228,8 +252,10 @@ class Coordinator:
             try:
                 report = unpack_report(fields[b"body"])
             except MessageError as error:
+                # What it says stands in the trajectories, as the core does not know it.
                 log.error("dropped a report that cannot be read: %s", error)
-                return []
+                check_fence(self.scripts.one(self.transitions.ack([entry])))
+                raise OutOfStep("a report could not be read") from error
             flags = fields.get(b"flags", b"")
             return [ev.Reported(report, tuple(flag == ord("1") for flag in flags))]
         name = text(fields.get(b"worker", b""))
