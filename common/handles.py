@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from common.arena import SWEEP_MIN_AGE_S, Arena, ArenaError, Extent, owner_name
+from common.arena import SWEEP_MIN_AGE_S, Arena, ArenaError, Extent
+from common.owners import owner_of
 from common.payload import ITEM_BYTES, Parcel, TensorSpec, WarmBuffers, assemble, digest, lay_out
 from common.spill import PIECE_BYTES, TTL_S, Spill, SpillFull
 
@@ -130,13 +131,14 @@ class HandleStore:
         inline_bytes: int = 0,
         prefer: str = "auto",
     ) -> None:
-        """`redis` is a sync redis-py client without decode_responses.
+        """`redis` is a sync redis-py client without decode_responses; `prefix` the pool's, also
+        in an arena that others share.
 
         `inline_bytes` lets `put(where="auto")` carry states up to that size in the handle; off
         by default, since a batch's handles together must fit the task message. `prefer` is what
         "auto" means here: "redis" leaves states where any host can read them.
         """
-        self.host, self.arena = host, arena
+        self.host, self.arena, self._prefix = host, arena, prefix
         self._spill = Spill(redis, prefix, piece_bytes, spill_ttl_s) if redis is not None else None
         self._inline_bytes = min(inline_bytes, INLINE_LIMIT_BYTES)
         self._prefer = prefer
@@ -166,7 +168,7 @@ class HandleStore:
         if where == "auto":
             where = self._prefer
         if where != "redis" and self.arena is not None:
-            extent = self.arena.alloc(nbytes, owner_name(job))
+            extent = self.arena.alloc(nbytes, owner_of(self._prefix, job))
             if extent is not None:
                 try:
                     view = self.arena.view(extent)
@@ -244,7 +246,7 @@ class HandleStore:
             return replace(handle, job=job)
         if handle.where == "arena":
             arena, extent = self._reach(handle)
-            claim = arena.retain(extent, owner_name(job))
+            claim = arena.retain(extent, owner_of(self._prefix, job))
             if claim is not None:
                 return replace(handle, job=job, location=self._place(claim))
             return self.put(job, handle.seq, handle.part, self.get(handle))  # no claim slot left
@@ -274,8 +276,14 @@ class HandleStore:
             return self.arena is not None and handle.location["arena"] == self.arena.id
         return handle.where == "inline" or (handle.where == "redis" and self._spill is not None)
 
+    def stop_waiting(self) -> None:
+        """A Redis that is away is waited for; no longer from now on. What this leaves there has a
+        TTL."""
+        if self._spill is not None:
+            self._spill.stop_waiting()
+
     def sweep(self, orphan: Callable[[str], bool], min_age_s: float = SWEEP_MIN_AGE_S) -> int:
-        """Free this host's arena claims of owners (`owner_name(job)`) that are orphans."""
+        """Free this host's arena claims of owners that are orphans (see common/owners.py)."""
         return self.arena.free_owned_by(orphan, min_age_s) if self.arena is not None else 0
 
     def _place(self, extent: Extent) -> dict[str, Any]:

@@ -15,13 +15,17 @@ from redis.exceptions import RedisError
 
 from common.handles import HandleError
 from common.messages import MessageError, TaskRow, seq_of, unpack_task
+from common.outage import Outage
 from common.scripts import text
 from common.stage import Task
+
+__all__ = ["Inbox", "Motion", "Outage", "Pending", "Pulse"]
 
 log = logging.getLogger("slackwater.worker")
 
 # How often a running task's steps are told at most: a person watching sees no more.
 PROGRESS_S = 0.05
+ODD_S = 0.5  # after an error that is not of Redis
 
 
 @dataclass(slots=True)
@@ -42,35 +46,6 @@ class Motion:
     seq: int
     steps: int
     moved: float | None
-
-
-class Outage:
-    """Waits between tries while Redis is away, and logs the state once, not every try."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self.times = 0
-        self._since: float | None = None
-        self._pause = 0.05
-
-    @property
-    def goes_on(self) -> bool:
-        return self._since is not None
-
-    def failed(self, error: Exception, stop: threading.Event) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-            self.times += 1
-            log.warning("%s: Redis is away (%s); trying again", self._what, error)
-        stop.wait(self._pause)
-        self._pause = min(2.0, self._pause * 2)
-
-    def over(self) -> None:
-        if self._since is not None:
-            log.warning(
-                "%s: Redis is back after %.1f s", self._what, time.monotonic() - self._since
-            )
-        self._since, self._pause = None, 0.05
 
 
 class Inbox(threading.Thread):
@@ -239,7 +214,7 @@ class Pulse(threading.Thread):
         return f"{now.seq} {now.steps} {round(1000 * still_s)}"
 
     def run(self) -> None:
-        outage, beaten = self.outage, float("-inf")
+        outage, beaten, is_odd = self.outage, float("-inf"), False
         while not self._stopping.is_set():
             try:
                 now = time.monotonic()
@@ -253,7 +228,16 @@ class Pulse(threading.Thread):
                 outage.over()
             except (RedisError, OSError) as error:
                 outage.failed(error, self._stopping)
+                # A task that waits for Redis, as for its state, does not hang. It is judged anew.
+                if self._motion.moved is not None:
+                    self._motion = replace(self._motion, moved=time.monotonic())
                 continue
+            except Exception:
+                # A bug in a figure must not end the lease of a worker that works.
+                if not is_odd:
+                    log.exception("the heartbeat goes on after an error (told once)")
+                is_odd = True
+                self._stopping.wait(min(ODD_S, self._every_s))
             self._stopping.wait(PROGRESS_S)
             self._wake.wait(max(0.0, beaten + self._every_s - time.monotonic()))
             self._wake.clear()

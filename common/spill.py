@@ -3,20 +3,33 @@
 One hash per state, `{prefix}latents:{job}:{seq}:{part}`: fields "0", "1", … are its pieces, and
 "c:{token}" one claim each, its value the job that holds it. The hash goes with its last claim,
 or with its TTL, so nothing leaks even if everybody dies.
+
+A Redis that is away is waited for, as a worker's reports wait: a failed put would lose the chunk
+that was computed.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ConnectionError as Disconnected
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from redis.exceptions import TimeoutError as NoReply
+
+from common.outage import Outage
+
+T = TypeVar("T")
 
 # Measured for 8 MB: 7–12 ms in pieces of 1 MiB, 22–40 ms in 4 MiB, 18–23 ms in 256 KiB; and
 # one piece holds up everybody's dispatches for less than 1 ms.
 PIECE_BYTES = 1 << 20
 # Longer than any job may wait; only what nobody freed lives until then.
 TTL_S = 86_400.0
+# Away for now: restarting, loading its file, or no longer the master.
+AWAY = (Disconnected, NoReply, ReadOnlyError, OSError)
 
 # Hold a state a second time.
 # KEYS  1 state hash   ARGV  1 a claim field   2 the new claim field   3 its job   4 ttl (ms) or 0
@@ -59,20 +72,29 @@ class Spill:
         self._ttl_ms = round(ttl_s * 1000) if ttl_s else 0
         self._share = redis.register_script(SHARE)
         self._free = redis.register_script(FREE)
+        self._leaving = threading.Event()
+
+    def stop_waiting(self) -> None:
+        """From now on, and for who waits now, an error of Redis is raised."""
+        self._leaving.set()
 
     def put(self, job: str, seq: int, part: str, payload: memoryview) -> dict[str, Any]:
         """Write `payload`; its location. A death on the way leaves pieces with a TTL."""
         key, claim = f"{self._prefix}latents:{job}:{seq}:{part}", "c:" + secrets.token_hex(4)
         starts = range(0, len(payload), self._piece)
-        try:
-            self._redis.unlink(key)  # what a half-done try with this seq left
-            for i, at in enumerate(starts):
-                # piece and TTL at once; one transaction a piece, so that Redis never stalls long
-                self._set(key, {str(i): payload[at : at + self._piece]})
-            self._set(key, {claim: job})
-        except OutOfMemoryError as err:
-            self._redis.unlink(key)
-            raise SpillFull(f"Redis is full ({err})") from err
+
+        def write() -> None:
+            try:
+                self._redis.unlink(key)  # what a half-done try with this seq left
+                for i, at in enumerate(starts):
+                    # piece and TTL at once; a transaction a piece, so that Redis never stalls long
+                    self._set(key, {str(i): payload[at : at + self._piece]})
+                self._set(key, {claim: job})
+            except OutOfMemoryError as err:
+                self._redis.unlink(key)
+                raise SpillFull(f"Redis is full ({err})") from err
+
+        self._patiently(write)
         return {"key": key, "pieces": len(starts), "claim": claim}
 
     def get(self, location: dict[str, Any], into: memoryview) -> int | None:
@@ -80,6 +102,9 @@ class Spill:
 
         A size other than `into` has means that it is not what was put.
         """
+        return self._patiently(lambda: self._read(location, into))
+
+    def _read(self, location: dict[str, Any], into: memoryview) -> int | None:
         key, at = location["key"], 0
         for i in range(location["pieces"]):
             piece = self._redis.hget(key, str(i))
@@ -94,11 +119,25 @@ class Spill:
         """The location of a second claim, or None if this one is gone."""
         claim = "c:" + secrets.token_hex(4)
         args = [location["claim"], claim, job, self._ttl_ms]
-        return {**location, "claim": claim} if self._share([location["key"]], args) else None
+        shared = self._patiently(lambda: self._share([location["key"]], args))
+        return {**location, "claim": claim} if shared else None
 
     def free(self, location: dict[str, Any]) -> bool:
         """Give the claim back; False if it was gone."""
-        return bool(self._free([location["key"]], [location["claim"]]))
+        return bool(self._patiently(lambda: self._free([location["key"]], [location["claim"]])))
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """What `work`, which may be repeated, returns once Redis has answered."""
+        outage = Outage("states")
+        while True:
+            try:
+                answer = work()
+                outage.over()
+                return answer
+            except AWAY as error:
+                if self._leaving.is_set():
+                    raise
+                outage.failed(error, self._leaving)
 
     def _set(self, key: str, fields: dict[str, Any]) -> None:
         with self._redis.pipeline(transaction=True) as pipe:

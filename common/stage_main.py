@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common import health
-from common.arena import Arena, owner_name
+from common.arena import Arena
 from common.connect import blocking, writing
 from common.fitness import EXIT_UNFIT
 from common.gpu_lease import NoGpu, claim
@@ -14,6 +15,7 @@ from common.keys import Keys
 from common.logs import set_up
 from common.metrics.stage import Observed
 from common.noop import NoopCosts, NoopStage
+from common.owners import orphaned
 from common.scripts import text
 from common.settings import Settings, from_command_line, single_threaded, ttls_of
 from common.stage import DENOISE, ENCODE, Stage
@@ -22,6 +24,19 @@ from common.worker import Identity, Worker
 
 # States this small travel in the handle; twelve rows of them still fit a task message.
 INLINE_BYTES = 64
+
+
+class Stager(ThreadPoolExecutor):
+    """The thread that reads and frees a worker's states. It waits for a Redis that is away, and not
+    once its worker leaves: a drain ends, whatever Redis does."""
+
+    def __init__(self, store: HandleStore) -> None:
+        super().__init__(1, thread_name_prefix="stager")
+        self._store = store
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._store.stop_waiting()
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 def serve(kind: str, settings: Settings) -> None:
@@ -52,6 +67,7 @@ def serve(kind: str, settings: Settings) -> None:
         stage,
         who,
         lease_s=settings.worker_lease_s,
+        stager=Stager(store),
         counts=lambda: {**store.counts, **_room(arena), **stage.counts()},
         sweep=lambda: _sweep(redis, keys, store),
         connect_pulse=lambda: writing(settings.redis_url, settings.worker_lease_s / 3),
@@ -107,9 +123,8 @@ def _room(arena: Arena) -> dict[str, int]:
 
 
 def _sweep(redis: Any, keys: Keys, store: HandleStore) -> int:
-    """Free arena blocks of jobs that have ended: only a process that died leaves any."""
-    active = {owner_name(text(job)) for job in redis.smembers(keys.active)}
-    return store.sweep(lambda owner: owner not in active)
+    """Free arena blocks of our pool's jobs that have ended: only a process that died leaves any."""
+    return store.sweep(orphaned(keys.prefix, map(text, redis.smembers(keys.active))))
 
 
 def main(kind: str, prog: str) -> None:

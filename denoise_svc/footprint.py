@@ -2,8 +2,8 @@
 
 A forward's working memory grows with its units (rows × tokens of a row). Each one that ran says
 how much that was, and how far off the estimate before it; what may run next is what fits with that
-margin. Before the first, nothing is known and anything may try: running out of memory is the other
-teacher (`refused`). On CPUs, where memory is everybody's, only a worker with a budget measures.
+margin. Where nothing is known anything may try: running out of memory is the other teacher
+(`refused`). On CPUs, where memory is everybody's, only a worker with a budget measures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from math import inf
 from pathlib import Path
 
 import torch
+
+from common.models.errors import BadInput
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Footprint:
         self.margin = FIRST_MARGIN
         self._per_unit: dict[int, float] = {}  # by tokens of a row: bytes a unit, the most seen
         self._refused = inf  # units that once did not fit
+        self._is_warm = False  # whether a forward ran here
 
     def need_bytes(self, rows: int, tokens: int) -> float:
         """The estimate for a forward of so many rows, without margin; 0 where nothing is known.
@@ -102,14 +105,16 @@ class Footprint:
 
     def most_units(self) -> int:
         """For the coordinator, whose batches keep to it; 0 for no limit."""
-        units = min((self._units(tokens) for tokens in self._per_unit), default=self._refused / 2)
+        seen = list(self._per_unit)  # another thread asks than the one that learns
+        units = min((self._units(tokens) for tokens in seen), default=self._refused / 2)
         return 0 if units == inf else max(1, int(units))
 
     def check(self, rows: int, tokens: int) -> None:
-        """MemoryError for one that would need more than there is, run alone or not."""
+        """BadInput for one that would need more than there is, run alone or not: no other try
+        mends that. A size that never ran may try, since scaled estimates can be far off."""
         need = self.need_bytes(rows, tokens)
-        if need > self.room:
-            raise MemoryError(
+        if tokens in self._per_unit and need > self.room:
+            raise BadInput(
                 f"its forward pass needs about {need / 2**20:.0f} MiB and the device's budget "
                 f"leaves {max(0.0, self.room) / 2**20:.0f}; use a smaller size or n, or raise "
                 "device_budget_bytes"
@@ -121,17 +126,23 @@ class Footprint:
 
     @contextlib.contextmanager
     def watch(self, rows: int, tokens: int) -> Iterator[None]:
-        """Learn from the forwards inside, the largest of which has so many rows."""
-        if self.room == inf:
+        """Learn from the forwards inside, the largest of which has so many rows.
+
+        Not from the first of a process, whose peak has what is there once and for all: kernels,
+        workspaces, the allocator's own.
+        """
+        if self.room == inf or not self._is_warm:
             yield
+            self._is_warm = True
             return
         before = self._meter.begin()
         yield
         self.learn(rows, tokens, self._meter.peak() - before)
 
     def learn(self, rows: int, tokens: int, nbytes: int) -> None:
+        """A forward of so many rows took `nbytes` more than there was; 0 says nothing of it."""
         units, known = rows * tokens, self.need_bytes(rows, tokens)
-        if units <= 0:
+        if units <= 0 or nbytes <= 0:
             return
         if known:
             off = min(MOST_MARGIN, nbytes / known)

@@ -4,19 +4,23 @@ A job that stays keeps its Python side as it is; its tensors lie in the pool's b
 chunk takes them out. What lies here is never the truth: every state is written through to its
 handle before it is reported. So leaving the device copies nothing, coming back reads the handle,
 and a worker that dies loses none. The job with the most slack goes first, since it runs last; the
-state of a step cache goes before any job.
+state of a step cache goes before any job. Nobody says that a job went on elsewhere or was canceled:
+one whose time to go on has passed counts as one that need not be in time.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 
 from common.models.live import LiveJob
+from common.models.rows import is_out_of_memory
 from common.models.step_cache import CacheState
 from denoise_svc.blocks import BlockPool, BlockTable, Kind
 from denoise_svc.slots import Taken, put_back
@@ -42,8 +46,9 @@ class Residents:
     `evictions` counts live jobs that had to go, or could not stay, for want of room.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.time) -> None:
+        """`clock` is what `latest_s` is by: Redis' time, to which this host's is near enough."""
+        self.pool, self._clock = pool, clock
         self.evictions = self.cache_evictions = 0
         self._live: dict[str, Resident] = {}
         self._caches: dict[str, Resident] = {}
@@ -59,12 +64,12 @@ class Residents:
             return found is not None and found.seq == seq
 
     def put(self, name: str, seq: int, job: LiveJob, latest_s: float) -> bool:
-        """Keep a job; it must not be used again before `take`. False if it cannot stay: no room
-        beside those that have less slack."""
+        """Keep a job; it must not be used again before `take`. False if it cannot stay, and then
+        it is as it was: no room beside those that have less slack, or no memory to copy it."""
         parts = _parts_of(job, self.pool.device)
         with self._lock:
             self._drop(self._live, name)
-            tables = self._room(parts, latest_s)
+            tables = self._try_room(parts, latest_s)
             if tables is None:
                 self.evictions += 1
                 return False
@@ -88,7 +93,7 @@ class Residents:
         parts = _parts_of_cache(state, self.pool.device)
         with self._lock:
             self._drop(self._caches, name)
-            tables = self._room(parts, latest_s, for_cache=True)
+            tables = self._try_room(parts, latest_s, for_cache=True)
             if tables is None:
                 self.cache_evictions += 1
                 return False
@@ -134,6 +139,18 @@ class Residents:
 
     # -- with the lock held --------------------------------------------------------------------
 
+    def _try_room(
+        self, parts: Parts, latest_s: float, for_cache: bool = False
+    ) -> list[BlockTable] | None:
+        """As `_room`; None too if the device has no memory for the copying. The state is in its
+        handle: a chunk that is done does not fail for this."""
+        try:
+            return self._room(parts, latest_s, for_cache)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
     def _room(
         self, parts: Parts, latest_s: float, for_cache: bool = False
     ) -> list[BlockTable] | None:
@@ -154,14 +171,19 @@ class Residents:
                 self.evictions += 1
             else:
                 self.cache_evictions += 1
-        tables = []
-        for kind, tensors, (pieces, nbytes) in zip(
-            parts.kinds, parts.tensors, layouts, strict=True
-        ):
-            table = self.pool.alloc(kind, nbytes)
-            assert table is not None
-            self.pool.scatter(table, tensors, pieces)
-            tables.append(table)
+        tables: list[BlockTable] = []
+        try:
+            for kind, tensors, (pieces, nbytes) in zip(
+                parts.kinds, parts.tensors, layouts, strict=True
+            ):
+                table = self.pool.alloc(kind, nbytes)
+                assert table is not None
+                tables.append(table)
+                self.pool.scatter(table, tensors, pieces)
+        except BaseException:
+            for table in tables:
+                self.pool.free(table)
+            raise
         parts.strip()
         return tables
 
@@ -170,14 +192,23 @@ class Residents:
     ) -> Iterator[tuple[dict[str, Resident], Resident]]:
         """Who may be sent away for a newcomer with this much slack, the first to go first; of
         equals the one that has been here longest."""
-        by_slack = sorted(self._caches.values(), key=lambda r: -r.latest_s)
-        for resident in by_slack:
-            if not for_cache or resident.latest_s >= latest_s:
+        now = self._clock()
+
+        def due(latest_s: float) -> float:
+            return inf if latest_s < now else latest_s
+
+        def last_first(kept: dict[str, Resident]) -> list[tuple[float, Resident]]:
+            found = [(due(resident.latest_s), resident) for resident in kept.values()]
+            return sorted(found, key=lambda each: -each[0])
+
+        own = due(latest_s)
+        for other, resident in last_first(self._caches):
+            if not for_cache or other >= own:
                 yield self._caches, resident
         if for_cache:
             return
-        for resident in sorted(self._live.values(), key=lambda r: -r.latest_s):
-            if resident.latest_s >= latest_s:
+        for other, resident in last_first(self._live):
+            if other >= own:
                 yield self._live, resident
 
     def _restored(self, resident: Resident) -> Any:

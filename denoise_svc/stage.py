@@ -174,10 +174,10 @@ class DenoiseStage:
         jobs = [job for job, _ in pairs]
         tokens = max(map(self._tokens, group))
         most = self._most_rows(key, tokens)
-        rows = sum(batch.branches(job) * int(row.params.get("n") or 1)
-                   for job, row in zip(jobs, group, strict=True))  # fmt: skip
+        own = [batch.branches(job) * int(row.params.get("n") or 1)
+               for job, row in zip(jobs, group, strict=True)]  # fmt: skip
         try:
-            with self.footprint.watch(min(rows, most or rows), tokens):
+            with self.footprint.watch(batch.largest_forward(own, most), tokens):
                 ran = batch.run(
                     self.model,
                     jobs,
@@ -299,6 +299,8 @@ class DenoiseStage:
                 written[state.PREPARED] = self._write(task, row, state.PREPARED, prepared)
             latents = live.capture_latents(self.model.split, job)
             written[state.LATENTS] = self._write(task, row, state.LATENTS, latents)
+            if job.iteration < job.iterations:  # not to be used from here on
+                self.residents.put(row.job, task.seq, job, row.latest_s)
         except BaseException:
             self.free(list(written.values()))
             raise
@@ -306,8 +308,6 @@ class DenoiseStage:
         middle = statistics.fmean if step_cache.wanted(row.params) else statistics.median
         # One step may be several iterations (Heun: two).
         step_s = middle(done.step_s) * job.iterations / job.steps if done.step_s else 0.0
-        if job.iteration < job.iterations:
-            self.residents.put(row.job, task.seq, job, row.latest_s)  # not to be used from here on
         return Outcome(
             job=row.job,
             step=step,

@@ -61,8 +61,9 @@ class Processes:
         self.client, self.keys = client, keys
         self.settings: dict[str, Any] = {
             "redis_url": url, "prefix": keys.prefix, "arena_path": arena, "arena_bytes": 4 << 20,
-            "host": "here", "noop": "step_ms=20", "chunk_ms": 100, "log_level": "CRITICAL",
-            **more,
+            # With states large enough to need the arena.
+            "host": "here", "noop": "step_ms=20,state_kb=64", "chunk_ms": 100,
+            "log_level": "CRITICAL", **more,
         }  # fmt: skip
         self._all: list[BaseProcess] = []
 

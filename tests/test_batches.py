@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.connect import writing
+from common.job import JobSpec
 from common.keys import Keys
 from common.messages import Report, ReportRow
 from common.settings import Settings
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
+from services.coordinator.learning import learn
 from services.coordinator.records import read_workers
+from services.coordinator.state import Job
 from services.costs.model import CostModel, Shape
 from services.policies import make_policy
 from services.policies.base import Candidate, View
@@ -164,6 +168,27 @@ def test_sizes_that_are_mixed_have_a_factor_of_their_own() -> None:
         costs.observe_mixed("m", Shape(64, 2), 0.3)
     assert costs.shared("m", DENOISE, Shape(64, 2), mixed=True)[0] == pytest.approx(0.3)
     assert costs.shared("m", DENOISE, Shape(64, 2))[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("stage", [ENCODE, DECODE])
+def test_half_of_a_shared_pass_is_not_what_a_job_alone_takes(stage: str) -> None:
+    """Where one of two that shared it was canceled meanwhile, nothing is learned of the other."""
+    told: list[tuple[Shape, float]] = []
+    costs: Any = SimpleNamespace(observe=lambda model, stage, shape, s: told.append((shape, s)))
+    manifest = {**BATCHING, "batch": {"same": ["width"]}}
+    jobs = {}
+    for name in ("a", "b"):
+        params = {"num_inference_steps": 4, "width": 64, "height": 64}
+        spec = JobSpec(name, name, "", "noop", params, 0.0, 0, 9.0, "run", 0, exact=False)
+        jobs[name] = Job.of(spec, manifest)
+        jobs[name].stage, jobs[name].seq = stage, 1
+    assert jobs["a"].keys[stage]
+    rows = tuple(ReportRow(name, 4, "denoise", seconds=0.5) for name in jobs)
+    learn(costs, Report(1, "w", stage, rows, 1.0), (True, False), jobs)
+    assert told == []
+    learn(costs, Report(1, "w", stage, rows, 1.0), (True, True), jobs)
+    ((shape, seconds),) = told
+    assert (shape.n, seconds) == (2, 1.0)
 
 
 def test_the_pace_follows_what_was_gained() -> None:

@@ -171,7 +171,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def residents(blocks: int) -> Residents:
-    return Residents(BlockPool(CPU, blocks * BLOCK, BLOCK))
+    return Residents(BlockPool(CPU, blocks * BLOCK, BLOCK), clock=lambda: 0.0)
 
 
 def test_the_job_with_the_most_slack_goes_first() -> None:
@@ -194,6 +194,28 @@ def test_the_job_with_the_most_slack_goes_first() -> None:
     kept.put("later", 7, live_job(300, 300), 20.0)
     assert not kept.has("late", 5)
     assert kept.has("soon", 6)
+
+
+def test_a_job_whose_time_has_passed_makes_room() -> None:
+    """It went on elsewhere or was canceled, and nobody says so; a cache of such a job goes too."""
+    now = 0.0
+    kept = Residents(BlockPool(CPU, 10 * BLOCK, BLOCK), clock=lambda: now)
+
+    def cache() -> CacheState:
+        return CacheState([{"0": SimpleNamespace(residual=torch.rand(300))}])
+
+    for seq, name in enumerate(("old", "older")):
+        assert kept.put(name, seq, live_job(300, 300), 10.0 - seq)
+    assert kept.put_cache("old", 0, cache(), 10.0)
+    now = 20.0
+    assert kept.put_cache("new", 1, cache(), 100.0)
+    assert kept.put("new", 2, live_job(300, 300), 100.0)
+    assert kept.put("newer", 3, live_job(300, 300), 200.0)
+    assert [kept.has(name, seq) for seq, name in enumerate(("old", "older", "new", "newer"))] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert not kept.put("late", 4, live_job(300, 300), 15.0)
+    assert kept.has("new", 2)
 
 
 def test_a_step_cache_goes_before_any_job() -> None:
@@ -223,6 +245,38 @@ def test_what_cannot_stay_is_left_whole() -> None:
     assert not kept.put("large", 2, job, 1.0)
     assert equal(content(job), before)
     assert kept.has("small", 1)
+
+
+def test_a_job_that_there_is_no_memory_to_copy_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of memory half way: no block is lost, and the job goes on from its handle."""
+    kept = residents(8)
+    scatter = kept.pool.scatter
+    jobs = [live_job(300, 300), live_job(300, 300)]
+    before = [content(job) for job in jobs]
+    for job, refused in zip(jobs, ("embeds", "latents"), strict=True):
+
+        def short(table: BlockTable, *args: Any, kind: str = refused) -> None:
+            if table.kind == kind:
+                raise torch.OutOfMemoryError("no memory")
+            scatter(table, *args)
+
+        monkeypatch.setattr(kept.pool, "scatter", short)
+        assert not kept.put("job", 1, job, 1.0)
+        assert kept.counts()["pool_used_bytes"] == 0
+        assert kept.pool.free_blocks == 8
+    assert kept.evictions == 2
+    assert all(equal(content(job), b) for job, b in zip(jobs, before, strict=True))
+
+    def broken(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(kept.pool, "scatter", broken)
+    state = CacheState([{"0": SimpleNamespace(residual=torch.rand(300))}])
+    with pytest.raises(ValueError, match="a bug"):
+        kept.put_cache("job", 1, state, 1.0)
+    assert kept.pool.free_blocks == 8
 
 
 def test_a_job_that_stays_holds_no_other_memory() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.models.batch import largest_forward
+from common.models.errors import BadInput
 from common.models.stages import build_stage
 from denoise_svc.footprint import Footprint, Meter
 from tests.tiny_models import shared_qwenimage
@@ -35,7 +37,11 @@ class Scale(Meter):
 
 
 def footprint(*peaks: int, budget: int = 100 * MIB, pool: int = 20 * MIB) -> Footprint:
-    return Footprint(CPU, budget, pool, Scale(*peaks))
+    """Of a process whose first forward, which teaches nothing, has been."""
+    known = Footprint(CPU, budget, pool, Scale(*peaks))
+    with known.watch(1, 16):
+        pass
+    return known
 
 
 def test_a_batch_is_bounded_by_what_one_row_was_seen_to_need() -> None:
@@ -75,8 +81,55 @@ def test_a_job_that_cannot_fit_alone_is_told_what_it_needs() -> None:
     with known.watch(1, 16):
         pass
     known.check(1, 16)
-    with pytest.raises(MemoryError, match="about 120 MiB and the device's budget leaves 80"):
+    with pytest.raises(BadInput, match="about 120 MiB and the device's budget leaves 80"):
         known.check(2, 16)
+
+
+def test_a_size_that_never_ran_may_try() -> None:
+    """Scaled from a small job its estimate is far beyond the device; it is measured instead."""
+    known = footprint(60 * MIB, 70 * MIB)
+    with known.watch(1, 16):
+        pass
+    assert known.need_bytes(1, 256) > known.room
+    known.check(1, 256)
+    with known.watch(1, 256):
+        pass
+    known.check(1, 256)
+    assert known.need_bytes(1, 256) == 70 * MIB
+
+
+def test_the_first_forward_of_a_process_teaches_nothing() -> None:
+    """Its peak has all that is needed once: kernels, workspaces, the allocator's own."""
+    known = Footprint(CPU, 100 * MIB, 0, Scale(8 * MIB))
+    with known.watch(1, 16):
+        pass
+    assert known.most_rows(16) is None
+    with known.watch(1, 16):
+        pass
+    assert known.need_bytes(1, 16) == 8 * MIB
+
+
+def test_a_forward_that_took_nothing_more_leaves_its_size_unknown() -> None:
+    known = footprint(0)
+    with known.watch(1, 16):
+        pass
+    assert known.most_rows(16) is None
+    assert known.most_units() == 0
+
+
+def test_units_may_be_asked_for_while_sizes_are_learned() -> None:
+    """The heartbeat does, on a thread of its own."""
+    known = footprint()
+
+    class Growing(dict[int, float]):
+        """One size more whenever somebody looks at one."""
+
+        def __contains__(self, tokens: object) -> bool:
+            self.setdefault(len(self), 1.0)
+            return super().__contains__(tokens)
+
+    known._per_unit = Growing({7: 1.0})
+    assert known.most_units() > 0
 
 
 def test_what_ran_out_of_memory_is_tried_at_half_the_size() -> None:
@@ -113,12 +166,35 @@ def test_a_batch_is_cut_to_the_budget_and_its_jobs_succeed(tmp_path: Path) -> No
 
     first = run(2)
     assert {outcome.rows for outcome in first} == {5}  # nothing was known
+    assert denoise.counts()["most_units"] > 0
     for job, outcome in zip(jobs, first, strict=True):
         job.accept(outcome)
     second = run(4)
     assert {outcome.rows for outcome in second} == {3, 2}
     assert all(outcome.step == 4 and not outcome.error_code for outcome in second)
-    assert denoise.counts()["most_units"] > 0
+
+
+def test_what_is_learned_of_a_batch_is_what_its_largest_forward_had(tmp_path: Path) -> None:
+    """A guided job of two pictures has four rows in one forward, though fewer surely fit."""
+    stages = Stages(shared_qwenimage(), tmp_path / "arena")
+    denoise: Any = stages.by_kind["denoise"]
+    denoise.footprint = known = footprint(40 * MIB, budget=50 * MIB)
+    job = stages.job(n=2, negative_prompt="x", num_inference_steps=2)
+    job.run("encode")
+    row = replace(job.row(0, 2), exact=False)
+    tokens = denoise._tokens(row)
+    known.learn(1, tokens, 10 * MIB)
+    assert known.most_rows(tokens) == 2
+    assert stages.run(stages.task("denoise", row))[0].rows == 4
+    assert known.need_bytes(4, tokens) == 40 * MIB  # 10 a row, as before
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "largest"),
+    [([2, 2], None, 4), ([2, 2], 3, 2), ([4], 2, 4), ([1, 1, 1], 2, 2), ([1, 2, 1], 3, 3)],
+)
+def test_the_largest_forward_of_a_batch(rows: list[int], most: int | None, largest: int) -> None:
+    assert largest_forward(rows, most) == largest
 
 
 def test_a_stage_takes_its_budget_as_a_setting(tmp_path: Path) -> None:
@@ -130,5 +206,5 @@ def test_a_stage_takes_its_budget_as_a_setting(tmp_path: Path) -> None:
     job.run("encode")
     stage.footprint.learn(1, stage._tokens(job.row(0, 2)), 8 * MIB)
     outcome = stages.run(stages.task("denoise", job.row(0, 2)))[0]
-    assert outcome.error_code == "out_of_memory"
+    assert outcome.error_code == "invalid_request"  # no other try would mend it
     assert "device_budget_bytes" in outcome.error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +17,15 @@ import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from common.arena import Arena
 from common.handles import INLINE_LIMIT_BYTES, Handle, HandleError, HandleStore, Parcel
+from common.outage import Outage
+from common.owners import orphaned
 from common.payload import ITEM_BYTES, REUSE_FROM_BYTES
+from common.stage_main import Stager
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,6 +135,81 @@ def test_a_full_redis_is_a_full_error_that_leaves_nothing(redis_client: Any) -> 
     assert caught.value.kind == "full"
     redis_client.config_set("maxmemory", 0)
     assert not redis_client.keys()
+
+
+class Shaky(redis.Connection):
+    """`fates`: whether each of the next commands arrives, and then its reply; after them all do."""
+
+    fates: deque[bool] = deque()
+    failed = 0
+
+    def _try(self) -> None:
+        if self.fates and not self.fates.popleft():
+            type(self).failed += 1
+            self.disconnect()
+            raise redis.ConnectionError("Redis is away")
+
+    def send_packed_command(self, *args: Any, **options: Any) -> None:
+        self._try()
+        super().send_packed_command(*args, **options)
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        reply = super().read_response(*args, **options)
+        self._try()
+        return reply
+
+
+def shaky(url: str) -> redis.Redis:
+    where = redis.connection.parse_url(url)
+    pool = redis.ConnectionPool(connection_class=Shaky, retry=Retry(NoBackoff(), 0), **where)
+    return redis.Redis.from_pool(pool)
+
+
+def test_a_redis_that_is_away_is_waited_for(
+    redis_server: str, redis_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of a put, a get, a share or a free was cut off, it is done once Redis is back."""
+    store = HandleStore("h", None, shaky(redis_server), piece_bytes=1000)
+    pauses: list[bool] = []
+    monkeypatch.setattr(Outage, "failed", lambda self, _, stop: pauses.append(stop.is_set()))
+    state = a_state()
+    for at in range(1, 30, 3):
+        Shaky.fates.extend([True] * at + [False])
+        handle = store.put("job", at, "latents", state)
+        Shaky.fates.extend([True, False, True, True, True, False])
+        assert_same(store.get(handle), state)
+        Shaky.fates.extend([True, False])
+        second = store.share(handle, "other")
+        for each in (handle, second):
+            Shaky.fates.extend([True, False])  # it may have been done, and nobody heard
+            store.free(each)
+            Shaky.fates.clear()
+        assert not redis_client.exists(handle.location["key"])
+    assert len(pauses) == Shaky.failed > 50
+
+
+def test_a_worker_that_leaves_waits_for_no_redis(
+    redis_server: str, redis_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not free there has a TTL."""
+    store = HandleStore("h", None, shaky(redis_server))
+    handle = store.put("job", 1, "latents", a_state())
+    waits = threading.Event()
+    failed = Outage.failed
+
+    def wait(*args: Any) -> None:
+        waits.set()
+        failed(*args)
+
+    monkeypatch.setattr(Outage, "failed", wait)
+    Shaky.fates.extend([False] * 1000)
+    stager = Stager(store)
+    freed = stager.submit(store.free, handle)
+    assert waits.wait(30.0)
+    stager.shutdown()
+    assert isinstance(freed.exception(), redis.ConnectionError)
+    Shaky.fates.clear()
+    assert redis_client.ttl(handle.location["key"]) > 0
 
 
 @pytest.mark.parametrize("where", ["arena", "redis"])
@@ -292,8 +374,25 @@ def test_a_sweep_takes_the_orphans_of_dead_jobs(arena: Arena) -> None:
     store = HandleStore("host-a", arena)
     store.put("dead", 1, "latents", a_state())
     alive = store.put("alive", 1, "latents", a_state())
-    assert store.sweep(lambda owner: owner == "dead", min_age_s=0.0) == 1
+    assert store.sweep(orphaned("sw:", ["alive"]), min_age_s=0.0) == 1
     store.get(alive)
+
+
+@pytest.mark.parametrize("prefixes", [("sw:", "sw:b:"), ("sw", "sw|b"), ("x" * 99, "x" * 99 + "y")])
+def test_pools_that_share_an_arena_leave_each_other_alone(
+    arena: Arena, prefixes: tuple[str, str]
+) -> None:
+    """Whatever their prefixes and ids have in common."""
+    stores = [HandleStore("host-a", arena, prefix=prefix) for prefix in prefixes]
+    jobs = ["b:job", "job", "y" * 128]
+    handles = [store.put(job, 1, "latents", a_state(10)) for store in stores for job in jobs]
+    for prefix in prefixes:
+        assert not stores[0].sweep(orphaned(prefix, jobs), min_age_s=0.0)
+    handles.append(stores[0].share(handles[-1], "job"))  # by whom it is held, not who wrote it
+    assert stores[1].sweep(orphaned(prefixes[1], jobs[:2]), min_age_s=0.0) == 1
+    assert stores[0].sweep(orphaned(prefixes[0], []), min_age_s=0.0) == 4
+    for handle in handles[3:5]:
+        stores[1].get(handle)
 
 
 MISSING = object()

@@ -14,6 +14,7 @@ from common.connect import writing
 from common.handles import HandleStore, Parcel
 from common.job import Result
 from common.keys import Keys
+from common.owners import owner_of
 from common.settings import Settings
 from services.cli.main import main
 from services.cli.terminal import Exit
@@ -213,17 +214,23 @@ def test_what_was_swept_is_added_up_for_everyone_to_see(
 def test_blocks_of_ended_jobs_are_freed_where_an_arena_is_named(
     table: Table, redis_client: Any, keys: Keys, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of other pools, whose jobs nobody here knows, stay."""
     table.job(id="live")
-    kept, orphan = arena.alloc(100, "live"), arena.alloc(100, "dead")
-    assert kept
-    assert orphan
+    store = HandleStore("here", arena, prefix=keys.prefix)
+    another = HandleStore("here", arena, prefix=f"{keys.prefix}more:")
+    for each, job in ((store, "live"), (store, "dead"), (another, "live"), (another, "dead")):
+        each.put(job, 1, "latents", Parcel({}, b"x" * 100))
     assert swept(redis_client, keys, arena=arena) == {}  # its writer may still be writing
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61.0)
     assert swept(redis_client, keys, arena=arena, act=False) == {"arena": 1}
     assert swept(redis_client, keys, arena=arena) == {"arena": 1}
-    assert [owner for owner, _, _ in arena.owners()] == ["live"]
-    arena.free(kept)
+    assert [owner for owner, _, _ in arena.owners()] == [
+        owner_of(keys.prefix, "live"),
+        owner_of(f"{keys.prefix}more:", "live"),
+        owner_of(f"{keys.prefix}more:", "dead"),
+    ]
+    arena.free_owned_by(lambda _: True)
 
 
 # -- the command, and the leader -----------------------------------------------------------------

@@ -131,10 +131,10 @@ def test_counts_are_those_of_the_jobs(pool: LocalPool, at: dict[str, str]) -> No
     assert leader("slackwater_job_seconds_count") == len(jobs)
     assert leader("slackwater_pushes_refused_total", error_code="invalid_request") == 1
     denoiser = grown(at["denoise"], before["denoise"])
+    # A worker counts a task once its report is out.
+    done, given = "slackwater_tasks_total", "slackwater_tasks_dispatched_total"
+    until(lambda: denoiser(done, end="done") == leader(given, stage="denoise"), "all tasks")
     assert denoiser("slackwater_steps_total", model="noop") == 4 * len(jobs)
-    assert denoiser("slackwater_tasks_total", end="done") == leader(
-        "slackwater_tasks_dispatched_total", stage="denoise"
-    )
     assert denoiser("slackwater_batch_rows_count") == denoiser("slackwater_step_seconds_count")
     decoder = grown(at["decode"], before["decode"])
     assert decoder("slackwater_worker_busy_seconds_total") == pytest.approx(

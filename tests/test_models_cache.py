@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, QwenImagePipeline, TaylorSeerCacheConfig
 
 from common.models import chunk, quirks, step_cache
+from common.models.step_cache import MOST_TWINS, Twin, Twins
 from denoise_svc.blocks import BLOCK_BYTES, BlockPool
 from denoise_svc.residents import Residents
 from tests.test_models_batch_families import prepare
@@ -150,6 +153,27 @@ def test_states_of_caches_never_push_out_a_live_job(tmp_path: Path) -> None:
     assert stage.residents.has(job.id, job.handles["latents"].seq)
     assert stage.counts()["cache_evictions"] == 1
     assert job.denoise([STEPS]).step == STEPS
+
+
+def test_every_threshold_asked_for_does_not_keep_a_denoiser(stages: Stages) -> None:
+    """The last few stay; where a cache has no threshold, any is the same."""
+    twins = Twins(stages.by_kind["denoise"].model.pipe)
+
+    def of(threshold: float | None, cache: str = "first_block") -> Twin:
+        return twins.of({"cache": cache, "cache_threshold": threshold})
+
+    first = of(0.1)
+    assert of(0.1) is first
+    others = [of(0.1 + i / 100) for i in range(1, MOST_TWINS)]
+    assert of(0.1) is first  # and is the latest now
+    newest = of(0.9)
+    assert of(0.1) is first
+    gone = weakref.ref(others.pop(0))
+    gc.collect()
+    assert gone() is None
+    assert [of(0.1 + i / 100) for i in range(2, MOST_TWINS)] == others
+    assert of(0.9) is newest
+    assert of(0.1, "taylor_seer") is of(None, "taylor_seer")
 
 
 def test_a_cached_job_shares_no_forward(stages: Stages) -> None:

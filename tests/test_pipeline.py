@@ -37,6 +37,7 @@ def mortal(
 def assert_arena_is_empty(pool: Processes) -> None:
     with Arena.open(pool.settings["arena_path"]) as arena:
         until(lambda: arena.stats().claims == 0, "an empty arena", 5.0)
+        assert arena.stats().allocations > 0, "nothing was ever in it"
 
 
 def test_jobs_go_through_and_leave_nothing(pool: Processes) -> None:
@@ -75,7 +76,7 @@ def test_a_worker_killed_in_a_chunk_costs_one_chunk(mortal: Processes) -> None:
 
 def test_every_kind_of_worker_may_die_and_be_replaced(mortal: Processes) -> None:
     """All workers are killed while jobs run; new ones bring every job to its end."""
-    mortal.settings["noop"] = "encode_ms=30,step_ms=20,decode_ms=30"
+    mortal.settings["noop"] = "encode_ms=30,step_ms=20,decode_ms=30,state_kb=64"
     mortal.coordinator()
     first = [mortal.worker(kind) for kind in ("encode", "denoise", "decode")]
     mortal.wait_for_workers(3)
@@ -142,7 +143,7 @@ def test_a_frozen_coordinator_wakes_up_fenced(mortal: Processes) -> None:
 
 def test_a_cancel_stops_a_running_job_within_a_step(pool: Processes) -> None:
     """And gives its memory back."""
-    pool.settings.update(noop="step_ms=50", chunk_ms=10**6)
+    pool.settings.update(noop="step_ms=50,state_kb=64", chunk_ms=10**6)
     pool.pool()
     pool.push("a", steps=1000)
     pool.wait_for_event("a", "step")
@@ -158,7 +159,7 @@ def test_a_cancel_stops_a_running_job_within_a_step(pool: Processes) -> None:
 
 def test_an_urgent_job_interrupts_a_long_chunk(pool: Processes) -> None:
     """It is done long before the chunk would have ended, and the long job loses nothing."""
-    pool.settings.update(noop="step_ms=20", chunk_ms=10**6)
+    pool.settings.update(noop="step_ms=20,state_kb=64", chunk_ms=10**6)
     pool.pool()
     pool.push("long", steps=150, slo_ms=10**7)
     pool.wait_for_event("long", "step")
@@ -208,8 +209,13 @@ def test_states_that_do_not_fit_the_arena_spill(
         assert hog
         pool.pool()
         pool.push("a", steps=12)
+        pool.wait_for_event("a", "chunk")
+        assert list(redis_client.scan_iter(f"{keys.prefix}latents:a:*"))
         pool.check("a", steps=12)
         pool.drained()
+        stats = arena.stats()
+        assert stats.allocations == 1  # the hog's
+        assert stats.refused >= 3
         until(lambda: not list(redis_client.scan_iter(f"{keys.prefix}latents:*")), "no spill")
         arena.free(hog)
 
@@ -229,6 +235,24 @@ def test_redis_may_be_killed_and_come_back(keys: Keys, arena_path: str) -> None:
             for i in range(3):
                 pool.check(f"j{i}", steps=30)
             pool.drained()
+        client.close()
+
+
+def test_states_in_redis_outlast_an_outage(keys: Keys, arena_path: str) -> None:
+    """A chunk that ends while Redis is away is not lost, and nobody is blamed for it."""
+    with serving(persist=True) as server:
+        client = writing(server.url)
+        with processes(server.url, client, keys, arena_path, states="redis") as pool:
+            pool.pool()
+            pool.push("a", steps=60)
+            pool.wait_for_event("a", "step")
+            server.kill()
+            time.sleep(0.3)  # nothing can be awaited of a dead Redis; the chunk ends meanwhile
+            server.start()
+            pool.check("a", steps=60)
+            assert pool.record("a")["attempts"] == "0"
+            pool.drained()
+            until(lambda: not list(client.scan_iter(f"{keys.prefix}latents:*")), "no state")
         client.close()
 
 

@@ -89,6 +89,31 @@ def test_encoding_ahead_is_bounded(name: str) -> None:
 
 
 @both
+def test_a_busy_model_keeps_no_other_from_encoding(name: str) -> None:
+    """What waits for one model's denoiser is no work for another's."""
+    policy = make_policy(name)
+    for i in range(100):
+        policy.add(candidate(f"a{i:02}", DENOISE, due_s=50 + i, model="a"))
+        policy.add(candidate(f"x{i:02}", ENCODE, due_s=200 + i, model="a"))
+    policy.add(candidate("b", ENCODE, due_s=500.0, arrival_s=NOW + 1, model="b"))
+    ranks = [Rank(f"{stage} {m}", stage, (m,)) for stage in (ENCODE, DENOISE) for m in ("a", "b")]
+    ranks[2].running = Running(1, candidate("running", model="a"), NOW + 1e6)
+    assert runs(policy.plan(view(*ranks), NOW)) == {"encode b": ["b"]}
+
+
+@pytest.mark.parametrize("name", ["fcfs", "edf", "sjf", "edf-doomed-last"])
+@pytest.mark.parametrize("due_s", [500.0, -500.0])
+def test_an_encoder_of_two_models_encodes_for_the_one_that_waits(name: str, due_s: float) -> None:
+    policy = make_policy(name)
+    for i in range(100):
+        policy.add(candidate(f"a{i:02}", DENOISE, due_s=due_s - 200 + i, model="a"))
+        policy.add(candidate(f"x{i:02}", ENCODE, due_s=due_s - 100 + i, model="a"))
+    policy.add(candidate("b", ENCODE, due_s=due_s, arrival_s=NOW + 1, model="b"))
+    denoiser = Rank("d", DENOISE, ("a", "b"), running=Running(1, candidate("r", model="a"), 1e9))
+    assert runs(policy.plan(view(Rank("e", ENCODE, ("a", "b")), denoiser), NOW)) == {"e": ["b"]}
+
+
+@both
 def test_short_tasks_share_a_hand_over(name: str) -> None:
     """Up to pack_s together, and never more rows than a message holds."""
     policy = make_policy(name)

@@ -49,7 +49,7 @@ def test_jobs_end_are_canceled_and_refused(
 ) -> None:
     """At maxmemory pushes are refused at the door, and what runs goes on to its end."""
     with (
-        processes(server.url, anywhere, keys, arena_path, noop="step_ms=5") as pool,
+        processes(server.url, anywhere, keys, arena_path, noop="step_ms=5,state_kb=64") as pool,
         Client(server.url, prefix=keys.prefix) as client,
     ):
         pool.pool(denoisers=2)

@@ -25,11 +25,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.arena import Arena, owner_name
+from common.arena import Arena
 from common.connect import writing
 from common.inbox import Outage
 from common.keys import Keys
 from common.noop import expected
+from common.owners import owner_of
 from common.stage import DECODE, DENOISE, ENCODE
 from tests.faults import DEATHS, FAULTS, Fate
 from tests.servers import leaks
@@ -373,7 +374,7 @@ class Slackwater(RuleBasedStateMachine):
             assert not spilled, f"left in Redis: {spilled}"
         # What a dead worker left, or nobody was there to free, has an owner that has ended: a
         # sweep finds all of it.
-        ended = {owner_name(name.decode()) for name in self.results}
+        ended = {owner_of(KEYS.prefix, name.decode()) for name in self.results}
         assert set(kept) <= ended
         self.pool.store.sweep(lambda owner: owner in ended, min_age_s=0)
         assert self.arena.stats().claims == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from common.arena import Arena
 from common.connect import blocking, writing
 from common.handles import Handle, HandleStore, Parcel
+from common.inbox import Pulse
 from common.job import JobSpec
 from common.keys import Keys
 from common.messages import (
@@ -309,6 +311,55 @@ def test_draining_ends_the_chunk_at_its_next_step_and_hands_the_rest_back(bench:
         packed = bench.redis.hget(bench.keys.trajectory(job), "handles")
         for handle in unpack_handles(packed).values():
             bench.store.free(handle)
+
+
+def test_a_bug_in_a_figure_does_not_end_the_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told once, and the next beat comes."""
+    beats = iter([ValueError("dictionary changed size"), KeyError("x"), None, None])
+    beaten = threading.Event()
+
+    def beat() -> None:
+        if (error := next(beats)) is not None:
+            raise error
+        beaten.set()
+
+    pulse = Pulse(beat, lambda seq, steps: None, 60.0)
+    pulse.start()
+    assert beaten.wait(30.0)
+    pulse.stop()
+    pulse.join(30.0)
+    assert [r.levelname for r in caplog.records if "heartbeat" in r.message] == ["ERROR"]
+
+
+def test_waiting_for_redis_is_not_hanging() -> None:
+    """A worker that wrote its state into a Redis that was away is not taken for one that hangs."""
+    told: list[str] = []
+    away = threading.Event()
+    away.set()
+    tried, back = threading.Event(), threading.Event()
+
+    def beat() -> None:
+        if not told or not away.is_set():
+            told.append(pulse.motion())
+            if len(told) == 2:
+                back.set()
+            return
+        tried.set()
+        raise ConnectionError("away")
+
+    pulse = Pulse(beat, lambda seq, steps: None, 0.01)
+    pulse.begin(7)
+    pulse._motion = replace(pulse._motion, moved=pulse._motion.moved - 3600.0)  # type: ignore[operator]
+    pulse.start()
+    assert tried.wait(30.0)
+    away.clear()
+    assert back.wait(30.0)
+    pulse.stop()
+    pulse.join(30.0)
+    first, second = (told[0].split(), told[1].split())
+    assert (first[0], second[0]) == ("7", "7")
+    assert int(first[2]) >= 3_600_000
+    assert int(second[2]) < 600_000
 
 
 def test_a_lapsed_lease_is_taken_up_again(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -82,6 +82,16 @@ def branches(job: LiveJob) -> int:
     """Forward rows a picture: two where guidance is on."""
     guider = getattr(job.pipe, "guider", None)
     return 1 if guider is None else int(guider.num_conditions)
+
+
+def largest_forward(rows: Iterable[int], max_rows: int | None) -> int:
+    """Rows of the largest forward that `run` makes of jobs of so many rows each, in this order."""
+    largest = current = 0
+    for own in rows:
+        fits = max_rows is None or current + own <= max_rows
+        current = current + own if fits else own
+        largest = max(largest, current)
+    return largest
 
 
 def run(

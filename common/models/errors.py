@@ -22,7 +22,8 @@ class RowFailed(Exception):
 
 
 class BadInput(RowFailed):
-    """The job asked for something this model cannot do; the message names the remedy."""
+    """The job asked for something that this model, or its device, cannot do; the message names
+    the remedy."""
 
     code = "invalid_request"
 

@@ -1,8 +1,8 @@
 """Step caches: diffusers' own, which leave out most of a forward where little has changed.
 
 A cache's hooks live in a denoiser, with their settings; its state belongs to one job. So there
-is one twin of the denoisers for each setting, sharing their weights, and a job's state is put
-into the twin's hooks for a chunk and taken out again: twins hold nothing between chunks, and
+is one twin of the denoisers for each setting in use, sharing their weights, and a job's state is
+put into the twin's hooks for a chunk and taken out again: twins hold nothing between chunks, and
 what is left of a finished job is what somebody keeps of it.
 
 A cache decides once a forward whether to skip, so a job with one runs alone. State that was
@@ -34,6 +34,9 @@ CONFIGS: dict[str, Callable[[float | None], Any]] = {
     ),
     "taylor_seer": lambda threshold: TaylorSeerCacheConfig(),
 }
+WITH_THRESHOLD = frozenset({"first_block"})
+# Users agree on few thresholds, and a twin of a large denoiser takes a second to make.
+MOST_TWINS = 4
 
 
 def wanted(params: dict[str, Any]) -> bool:
@@ -59,17 +62,26 @@ class CacheState:
 
 
 class Twins:
-    """The denoisers of one pipeline under every cache setting that its jobs asked for."""
+    """The denoisers of one pipeline under the cache settings that its jobs asked for of late.
+
+    Every setting has a tree of modules of its own, and a threshold may be any number: the one
+    that was not asked for longest goes, and is made again if it has to be.
+    """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._by_setting: dict[tuple[str, float | None], Twin] = {}
+        self._by_setting: dict[tuple[str, float | None], Twin] = {}  # the latest last
 
     def of(self, params: dict[str, Any]) -> Twin:
-        setting = params["cache"], params.get("cache_threshold")
-        if setting not in self._by_setting:
-            self._by_setting[setting] = Twin(self._pipe, CONFIGS[setting[0]](setting[1]))
-        return self._by_setting[setting]
+        cache: str = params["cache"]
+        threshold = params.get("cache_threshold") if cache in WITH_THRESHOLD else None
+        twin = self._by_setting.pop((cache, threshold), None)
+        if twin is None:
+            twin = Twin(self._pipe, CONFIGS[cache](threshold))
+        self._by_setting[cache, threshold] = twin
+        while len(self._by_setting) > MOST_TWINS:
+            del self._by_setting[next(iter(self._by_setting))]
+        return twin
 
 
 class Twin:

@@ -70,9 +70,9 @@ def _shared_steps(costs: CostModel, model: str, rows: int, members: Sequence[Ran
 def _tasks(costs: CostModel, stage: str, ran: Sequence[Ran], whole: bool) -> None:
     for members in _by_key(stage, ran):
         job, row = members[0]
-        if len(members) == 1:
+        if len(members) == 1 and (whole or not job.keys[stage]):
             costs.observe(job.spec.model, stage, job.shapes[stage], row.seconds)
-        elif whole:
+        elif whole and len(members) > 1:
             rows = sum(rows_of(each.shapes[stage]) for each, _ in members)
             seconds = sum(each.seconds for _, each in members)
             shape = Shape(0 if stage == ENCODE else job.shape.tokens, rows, 1)

@@ -13,9 +13,10 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from common.arena import SWEEP_MIN_AGE_S, Arena, owner_name
+from common.arena import SWEEP_MIN_AGE_S, Arena
 from common.clock import Clock, redis_clock
 from common.keys import Keys
+from common.owners import orphaned
 from common.scripts import Scripts, Transitions, Ttls, text
 from common.settings import Settings, ttls_of
 from services.janitor.orphans import FOUND, Orphans, Seen, Suspect
@@ -165,11 +166,10 @@ def sweep(
 
 def _sweep_arena(redis: Any, keys: Keys, arena: Arena, act: bool) -> int:
     """As each worker does once a minute."""
-    active = {owner_name(text(job)) for job in redis.smembers(keys.active)}
+    is_left = orphaned(keys.prefix, map(text, redis.smembers(keys.active)))
     if act:
-        return arena.free_owned_by(lambda owner: owner not in active)
-    old = [owner for owner, _, age_s in arena.owners() if age_s >= SWEEP_MIN_AGE_S]
-    return sum(owner not in active for owner in old)
+        return arena.free_owned_by(is_left)
+    return sum(is_left(owner) for owner, _, age_s in arena.owners() if age_s >= SWEEP_MIN_AGE_S)
 
 
 def _scan(scan: Any, *args: Any, **options: Any) -> Iterator[list[str]]:

@@ -206,9 +206,9 @@ def unfinished(rank: Rank) -> Candidate | None:
     it reports; where it goes first, the next hand-over waits for that, since a switch and a
     switch back cost more than a round trip."""
     running = rank.running
-    if running is not None and 0 < running.stop < running.candidate.steps:
-        return running.candidate
-    return None
+    if running is None or running.candidate.stage != DENOISE:
+        return None  # an encode or decode ends whole
+    return running.candidate if 0 < running.stop < running.candidate.steps else None
 
 
 def under_way_s(view: View, now: float, before: Callable[[Candidate], bool]) -> float:

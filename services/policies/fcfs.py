@@ -40,9 +40,10 @@ class Fcfs:
         for rank in view.ranks:
             if rank.queued or (rank.running and rank.running.ends_s - now > view.lead_s):
                 continue
-            if rank.stage == ENCODE and self._enough_encoded(view):
-                continue
-            first = self._next(rank, rank.models, taken)
+            models = rank.models
+            if rank.stage == ENCODE:
+                models = tuple(m for m in models if not self._enough_encoded(m, view))
+            first = self._next(rank, models, taken)
             running = unfinished(rank)
             if first is not None and running is not None and running.arrival_s <= first.arrival_s:
                 taken.discard(first.job)
@@ -62,9 +63,10 @@ class Fcfs:
                 return candidate
         return None
 
-    def _enough_encoded(self, view: View) -> bool:
-        denoisers = len(view.by_stage.get(DENOISE, ()))
-        return len(self._ready[DENOISE]) >= max(1, denoisers) * view.ahead
+    def _enough_encoded(self, model: str, view: View) -> bool:
+        denoisers = sum(model in rank.models for rank in view.by_stage.get(DENOISE, ()))
+        encoded = sum(candidate.model == model for candidate in self._ready[DENOISE])
+        return encoded >= max(1, denoisers) * view.ahead
 
     def outlook(self, candidate: Candidate, view: View, now: float) -> Outlook:
         waiting_s = sum(index.work_before(inf) for index in self._ready.values())

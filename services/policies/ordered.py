@@ -9,7 +9,7 @@ load (docs/scheduling.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -100,7 +100,7 @@ class Ordered:
 
     def plan(self, view: View, now: float) -> list[Decision]:
         decisions: list[Decision] = []
-        taken: set[str] = set()
+        taken: dict[str, str] = {}  # job -> model
         for stage in STAGES:
             if not self._ready[stage] and not self._doomed[stage]:
                 continue
@@ -114,28 +114,38 @@ class Ordered:
         return decisions
 
     def _rows(
-        self, rank: Rank, view: View, now: float, taken: set[str], decisions: list[Decision]
+        self, rank: Rank, view: View, now: float, taken: dict[str, str], decisions: list[Decision]
     ) -> tuple[tuple[str, int], ...]:
         walk = self._walk(rank, view, now, taken, decisions)
         first = next(walk, None)
         if first is None or self._continues(rank, first):
             return ()
-        taken.add(first.job)
+        taken[first.job] = first.model
 
         def following() -> Candidate | None:
             candidate = next(walk, None)
             if candidate is None or candidate.suspect or candidate.model != first.model:
                 return None
-            taken.add(candidate.job)
+            taken[candidate.job] = candidate.model
             return candidate
 
         return pack(first, self._sized(view), following)
 
     def _walk(
-        self, rank: Rank, view: View, now: float, taken: set[str], decisions: list[Decision]
+        self, rank: Rank, view: View, now: float, taken: dict[str, str], decisions: list[Decision]
     ) -> Iterator[Candidate]:
         """What `rank` could run, the first first."""
         stage, late = rank.stage, []
+        full: set[str] = set()  # models of which enough is encoded, for all that follow too
+
+        def may_run(candidate: Candidate) -> bool:
+            model = candidate.model
+            if stage != ENCODE or model in full:
+                return model not in full
+            if self._enough_encoded(candidate, view, taken):
+                full.add(model)
+            return model not in full
+
         try:
             for candidate in self._ready[stage]:
                 if candidate.job in taken or candidate.model not in rank.models:
@@ -143,15 +153,15 @@ class Ordered:
                 if self._doomed_last and is_late(candidate, view, now):
                     late.append(candidate)
                     continue
-                if stage == ENCODE and self._enough_encoded(candidate, view, len(taken)):
+                if may_run(candidate):
+                    yield candidate
+                elif full.issuperset(rank.models):
                     return
-                yield candidate
             for candidate in chain(self._doomed[stage], sorted(late, key=lambda c: c.remaining_s)):
                 if candidate.job in taken or candidate.model not in rank.models:
                     continue
-                if stage == ENCODE and self._enough_encoded(candidate, view, len(taken)):
-                    return
-                yield candidate
+                if may_run(candidate):
+                    yield candidate
         finally:
             for candidate in late:
                 self._give_up(candidate, decisions)
@@ -173,16 +183,19 @@ class Ordered:
             return first.doomed
         return self._rule.key(task) <= self._rule.key(first)
 
-    def _enough_encoded(self, candidate: Candidate, view: View, taken: int) -> bool:
-        """Whether the encoded jobs that go before `candidate` keep the denoisers busy, both by
-        number and by time: embeddings that wait only take memory."""
-        denoisers = max(1, len(view.by_stage.get(DENOISE, ())))
+    def _enough_encoded(self, candidate: Candidate, view: View, taken: Mapping[str, str]) -> bool:
+        """Whether the encoded jobs of its model that go before `candidate` keep the denoisers
+        busy, both by number and by time: embeddings that wait only take memory."""
+        model, ranks = candidate.model, view.by_stage.get(DENOISE, ())
+        denoisers = max(1, sum(model in rank.models for rank in ranks))
         key = self._rule.key(candidate)
-        count, work_s = taken, 0.0
+        count, work_s = sum(other == model for other in taken.values()), 0.0
         doomed = self._doomed[DENOISE] if candidate.doomed else ()
         for encoded in chain(self._ready[DENOISE], doomed):
             if not candidate.doomed and self._rule.key(encoded) > key:
                 break
+            if encoded.model != model:
+                continue
             count += 1
             work_s += cost_s(encoded, encoded.steps)
             if count >= view.ahead * denoisers and work_s >= view.ahead_s * denoisers:
