@@ -10,7 +10,7 @@ denoiser that runs a job to that job's next step, seen in its events; so it is a
 its launcher notices the death of a process at once. `worker_alone_*` is the same kill where no
 launcher watches and the worker's lease has to run out. `redis_back_*` is from the kill of a Redis
 with an append-only file, which the launcher starts again at once, to the next dispatch. Then every
-coordinator and worker is replaced by a successor, as by `slackwater restart`, under the same load:
+process but Redis is replaced by a successor, as by `slackwater restart`, under the same load:
 `rolling_failed` of `rolling_jobs` did not succeed.
 """
 
@@ -194,17 +194,20 @@ def redis_back(n: int, noop: str, rng: random.Random) -> list[float]:
 
 
 def rolling(noop: str) -> dict[str, Any]:
-    """Every coordinator and worker replaced while jobs run."""
+    """Every process but Redis replaced while jobs run."""
+    from services.cli.restart import ROLES
     from services.pool.local import LocalPool
+    from services.pool.redis_server import choose_port
 
     job = {"prompt": "a red circle", "num_inference_steps": 20, "slo_ms": 600_000}
+    settings = Settings(noop=noop, http_port=choose_port())
     with (
-        LocalPool(denoisers=2, coordinators=2, settings=Settings(noop=noop)) as pool,
+        LocalPool(denoisers=2, coordinators=2, settings=settings, http=True, celery=True) as pool,
         pool.client() as client,
     ):
         handles = client.submit_many({**job, "seed": i} for i in range(IN_FLIGHT))
         field = f"{pool.settings.host}/restart"
-        request = f"{secrets.token_hex(8)} coordinator {' '.join(STAGES)}"
+        request = f"{secrets.token_hex(8)} {' '.join(ROLES)}"
         begun = time.monotonic()
         client.ask(Ask((("HSET", pool.keys.pool, field, request),)))
         while (answer := client.ask(Ask((("HGET", pool.keys.pool, field),)))[0]) is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from common.reporting import TRACE_CHARS, failed
 from common.scripts import Ttls
 from common.stage import DENOISE, ENCODE, Control, Outcome, Row, Task
 from common.worker import Identity, Worker
+from services.cli.dead_letters import Letter
 from services.cli.main import main
 from services.cli.terminal import Exit
 from tests.fakes import Table, a_spec
@@ -132,14 +135,28 @@ def test_poison_is_shown_and_its_neighbours_go_on(pool: Pool, dead: Dead) -> Non
     assert dead("show", "a")[0] == Exit.UNKNOWN
 
 
-def test_retry_pushes_the_same_job_again(pool: Pool, dead: Dead) -> None:
+@pytest.fixture
+def retry(pool: Pool, dead: Dead) -> Dead:
+    """`slackwater dead retry …` while the pool goes on."""
+
+    def run(*words: str) -> tuple[int, str]:
+        with ThreadPoolExecutor(1) as thread:
+            said = thread.submit(dead, "retry", *words, "--wait", "60")
+            while not said.done():
+                pool.let_run(1)
+            return said.result()
+
+    return run
+
+
+def test_retry_pushes_the_same_job_again(pool: Pool, dead: Dead, retry: Dead) -> None:
     """Under a new id, with all that was asked for; the letter is gone, and a second failure leaves
     the next."""
     push(pool, "bad", POISON, width=64, on_late="degrade", min_inference_steps=1, slo_scale=500)
     pool.settle()
     first = json.loads(dead("show", "bad", "--json")[1])["params"]
-    assert dead("retry", "bad") == (Exit.OK, "bad was pushed again as bad-retry1\n")
-    assert dead("list") == (Exit.OK, "no dead letters\n")
+    assert retry("bad") == (Exit.OK, "bad was pushed again as bad-retry1\n")
+    assert "bad  " not in dead("list")[1]
     assert dead("retry", "bad")[0] == Exit.UNKNOWN
     pool.settle()
     again = json.loads(dead("show", "bad-retry1", "--json")[1])["params"]
@@ -147,10 +164,59 @@ def test_retry_pushes_the_same_job_again(pool: Pool, dead: Dead) -> None:
     assert again == first
     assert first["width"] == 64
     assert first["seed"] == 5
-    assert dead("retry", "bad-retry1", "--json")[1] == (
-        '{"id": "bad-retry1", "retry": "bad-retry2"}\n'
-    )
+    assert retry("bad-retry1", "--json")[1] == ('{"id": "bad-retry1", "retry": "bad-retry2"}\n')
     pool.settle()
+
+
+def test_a_retry_that_is_refused_leaves_its_letter(pool: Pool, dead: Dead, retry: Dead) -> None:
+    """And can be made again: the earlier refusal is not its answer."""
+    push(pool, "bad", POISON)
+    pool.settle()
+    manifests = pool.client.hgetall(pool.keys.manifests)
+    for name, manifest in manifests.items():
+        steps = {"type": "int", "default": 1, "min": 1, "max": 1}
+        known = json.loads(manifest)
+        known["parameters"] = {**known.get("parameters", {}), "num_inference_steps": steps}
+        pool.client.hset(pool.keys.manifests, name, json.dumps(known))
+    pool.add_coordinator()
+    pool.expire_lead()
+    code, said = retry("bad")
+    assert (code, "bad-retry1 was refused: num_inference_steps" in said) == (Exit.REFUSED, True)
+    assert dead("show", "bad")[0] == Exit.OK
+    pool.client.hset(pool.keys.manifests, mapping=manifests)
+    pool.expire_lead()
+    assert retry("bad") == (Exit.OK, "bad was pushed again as bad-retry2\n")
+    assert dead("show", "bad")[0] == Exit.UNKNOWN
+    pool.settle()
+
+
+def test_a_retry_that_nobody_takes_leaves_its_letter(
+    redis_client: Any, keys: Keys, dead: Dead
+) -> None:
+    """No coordinator leads. The same command later is the same job."""
+    table = Table(redis_client, keys)
+    table.job(id="a")
+    table.run(table.t.finish("a", "failed", b"r", [], 9.0, "stage_error", "why", dead=True))
+    for _ in range(2):
+        code, said = dead("retry", "a", "--wait", "0.1")
+        assert (code, "a-retry1 was pushed, and not accepted" in said) == (Exit.NOT_YET, True)
+    assert dead("show", "a")[0] == Exit.OK
+    redis_client.delete(keys.jobs)
+
+
+@pytest.mark.parametrize(
+    ("given_s", "slo_ms"),
+    [(60, 60_000), (30 * 86_400, 30 * 86_400_000), (-5, None), (31 * 86_400, None), (None, None)],
+)
+def test_a_retry_has_the_parameters_of_its_job(given_s: float | None, slo_ms: float | None) -> None:
+    """But no slo that there cannot be: a deadline_ms may be any moment."""
+    arrival_s = 1_790_000_000.123
+    told = {"callback_url": "https://a.example/x", "upload_url": "s3://b/c"}
+    deadline_s = None if given_s is None else arrival_s + given_s
+    spec = replace(a_spec("1-0", id="a"), arrival_s=arrival_s, deadline_s=deadline_s, **told)
+    push = Letter("1-0", "a", 0.0, "stage_error", "why", 3, ENCODE, 0, "", spec).push()
+    assert push.get("slo_ms") == slo_ms
+    assert {name: push[name] for name in told} == told
 
 
 def test_a_job_that_kills_its_workers_leaves_a_letter_too(pool: Pool, dead: Dead) -> None:

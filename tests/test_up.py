@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,15 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis
 
 from common.settings import Settings
 from services.cli.main import main
 from services.pool import redis_server
+from services.pool.gateway import PortTaken, listen
 from services.pool.local import LocalPool, PoolError
 from services.pool.state_dir import StateDirTaken, running
 from slackwater import Client
+from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 NOOP = "encode_ms=1,step_ms=5,decode_ms=1"
@@ -204,6 +208,49 @@ def test_a_worker_that_is_killed_is_replaced_and_its_job_goes_on() -> None:
         [after] = eventually(lambda: pool.workers("denoise"))
         assert after != before
         assert [line for line in said if "was killed by SIGKILL; starting it again" in line]
+
+
+def test_a_machine_that_refuses_a_process_is_asked_again() -> None:
+    """No place for its log, here; no memory would be the same. All others go on meanwhile."""
+    said: list[str] = []
+    with LocalPool(settings=noop(), say=said.append) as pool, pool.client() as client:
+        gone = pool.log_dir.with_name("gone")
+        pool.log_dir.rename(gone)
+        os.kill(pool.workers("encode")[0], signal.SIGKILL)
+        pool.scale("denoise", 2, wait_s=0)
+        for name in ("encode-1", "denoise-2"):
+            eventually(lambda n=name: any(f"{n} could not be started" in line for line in said))
+        job = client.submit("x")
+        gone.rename(pool.log_dir)
+        assert job.wait(WAIT_S).status == "succeeded"
+        pool.wait_settled(WAIT_S)
+        assert len(pool.workers("denoise")) == 2
+        assert len([line for line in said if "denoise-2 could not be started" in line]) == 1
+
+
+def test_the_port_stays_open_while_a_gateway_is_started_again() -> None:
+    """A connection made meanwhile waits for it."""
+    settings = noop(http_port=free_port())
+    with LocalPool(0, 0, 0, settings=settings, coordinators=0, http=True) as pool:
+        [before] = [p.pid for p in pool.processes() if p.role == "gateway"]
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda: not alive(before))
+        answer = httpx.get(f"{pool.http_url}/livez", timeout=WAIT_S)
+        assert answer.json()["pid"] != before
+
+
+def test_a_gateway_listens_on_every_address_of_its_host() -> None:
+    port = free_port()
+    listening = listen(Settings(http_host="localhost", http_port=port))
+    assert {each.getsockname()[:2] for each in listening} <= {("127.0.0.1", port), ("::1", port)}
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    with pytest.raises(PortTaken, match=rf"port {port} of localhost: address already in use"):
+        listen(Settings(http_host="localhost", http_port=port))
+    for each in listening:
+        each.close()
+    with pytest.raises(PortTaken, match=r"port 80 of no\.such\.host\.invalid: "):
+        listen(Settings(http_host="no.such.host.invalid", http_port=80))
 
 
 def test_a_redis_that_is_killed_comes_back_with_its_jobs() -> None:

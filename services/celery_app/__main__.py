@@ -14,6 +14,7 @@ import threading
 
 from celery import signals
 
+from common.handed import say_ready
 from common.logs import set_up
 from common.metrics.http import serve
 from common.settings import Settings, from_command_line
@@ -33,7 +34,7 @@ def main() -> int:
     settings = from_command_line("python -m services.celery_app", words[1:] if alone else words)
     set_up(settings.log_level, settings.log_format)
     try:
-        built = build(settings)
+        built = build(settings, sender_only=alone)
         port = serve(built.registry, settings) if settings.metrics_port else None
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -59,8 +60,7 @@ def work(built: Built, settings: Settings) -> int:
     sender = threading.Thread(target=built.sender.run, args=(stopping,), name="sender")
 
     def ready(**_: object) -> None:
-        if sender.ident is None:
-            sender.start()
+        say_ready()
         log.info("takes tasks from the queue %s", settings.celery_queue)
 
     def leave_logging(**_: object) -> None:
@@ -80,12 +80,12 @@ def work(built: Built, settings: Settings) -> int:
         redirect_stdouts=False,
         quiet=True,
     )
+    sender.start()  # at once: webhooks need not wait for Celery's broker
     try:
         worker.start()
     finally:
         stopping.set()
-        if sender.ident is not None:
-            sender.join()
+        sender.join()
     return int(worker.exitcode or 0)
 
 

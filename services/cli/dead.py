@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from services.cli import terminal
-from services.cli.dead_letters import Letter, push_again, read_letters
+from services.cli.dead_letters import Letter, is_refused, push_again, read_letters
 from services.cli.terminal import Exit, fail, print_json, seconds
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     retry = actions.add_parser("retry", help="push the same parameters again, under a new id")
     show.add_argument("id", metavar="ID")
     retry.add_argument("ids", nargs="+", metavar="ID")
+    retry.add_argument(
+        "--wait", type=float, default=10.0, metavar="S",
+        help="how long to wait until the pool has accepted each (default 10)",
+    )  # fmt: skip
     for part in (listing, show, retry):
         terminal.add_json(part)
         terminal.add_connection(part)
@@ -35,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "show":
             return _show(letters, args.id, args.json)
         if args.action == "retry":
-            return _retry(client, letters, args.ids, args.json)
+            return _retry(client, letters, args)
         return _list(letters, args.json)
 
 
@@ -70,16 +74,23 @@ def _show(letters: dict[str, Letter], id: str, as_json: bool) -> int:
     return Exit.OK
 
 
-def _retry(client: Client, letters: dict[str, Letter], ids: list[str], as_json: bool) -> int:
+def _retry(client: Client, letters: dict[str, Letter], args: argparse.Namespace) -> int:
+    """The letter of a job that is not accepted stays."""
     worst = Exit.OK
-    for id in dict.fromkeys(ids):
+    for id in dict.fromkeys(args.ids):
         letter = letters.get(id)
         if letter is None:
             fail(f"no dead letter of {id!r}; `slackwater dead list` shows those there are")
             worst = Exit.UNKNOWN
             continue
-        new = push_again(client, letter)
-        if as_json:
+        new, record = push_again(client, letter, args.wait)
+        if record is None:
+            fail(f"{new} was pushed, and not accepted within {args.wait:g} s; {id} stays")
+            worst = Exit.NOT_YET
+        elif is_refused(record):
+            fail(f"{new} was refused: {record.error}; {id} stays")
+            worst = Exit.REFUSED
+        elif args.json:
             print_json({"id": id, "retry": new})
         else:
             print(f"{id} was pushed again as {new}")

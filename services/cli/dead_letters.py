@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.asks import Ask
+from common.errors import JobRefused, WaitTimeout
 from common.job import JobSpec
+from common.params import COMMON
 
 if TYPE_CHECKING:
     from common.client import Client
+    from common.record import JobRecord
 
 # Room for the suffix within an id's 128 characters.
 STEM_CHARS = 112
@@ -59,15 +62,15 @@ class Letter:
             **spec.params,
             "model": spec.model,
             "priority": spec.priority,
-            "slo_ms": None
-            if spec.deadline_s is None
-            else 1000 * (spec.deadline_s - spec.arrival_s),
+            "slo_ms": _slo_ms(spec),
             "on_late": spec.on_late,
             "min_inference_steps": spec.min_steps or None,
             "queue_timeout_ms": _ms(spec.queue_timeout_s),
             "run_timeout_ms": _ms(spec.run_timeout_s),
             "exact": spec.exact,
             "user": spec.user,
+            "callback_url": spec.callback_url or None,
+            "upload_url": spec.upload_url or None,
         }
         return {name: value for name, value in wish.items() if value is not None}
 
@@ -85,6 +88,15 @@ class Letter:
         }
 
 
+def _slo_ms(spec: JobSpec) -> float | None:
+    """None where there is no such slo: a deadline_ms may lie before its job's arrival, or years
+    later."""
+    if spec.deadline_s is None:
+        return None
+    slo_ms = round(1000 * (spec.deadline_s - spec.arrival_s), 3)
+    return slo_ms if 0 < slo_ms <= COMMON["slo_ms"]["max"] else None
+
+
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
 
@@ -96,16 +108,37 @@ def read_letters(client: Client) -> dict[str, Letter]:
     return {letter.job: letter for letter in letters}
 
 
-def push_again(client: Client, letter: Letter) -> str:
-    """Push a letter's job under its next id and take the letter off the stream. The new id.
+def push_again(client: Client, letter: Letter, wait_s: float) -> tuple[str, JobRecord | None]:
+    """Push a letter's job under its next id, and take the letter off the stream once the pool has
+    accepted that. The new id and its record; None if nobody has decided within `wait_s`.
 
     In this order, and with an id that follows from the old one: whoever dies in between, or two
     who do it at once, push the same job twice, which is one job.
     """
-    stem, _, times = letter.job.rpartition("-retry")
+    new = _next_id(client, letter.job)
+    [handle] = client.submit_many([{"id": new, **letter.push()}])
+    try:
+        record = handle.admitted(wait_s)
+    except WaitTimeout:
+        return new, None
+    if not is_refused(record):
+        client.ask(Ask((("XDEL", client.keys.dead, letter.entry),)))
+    return new, record
+
+
+def is_refused(record: JobRecord) -> bool:
+    return record.is_terminal and record.error_code in JobRefused.CODES
+
+
+def _next_id(client: Client, job: str) -> str:
+    """Not one that was refused before: the same push again would get the same answer."""
+    stem, _, times = job.rpartition("-retry")
     if not (stem and times.isdigit()):
-        stem, times = letter.job, "0"
-    new = f"{stem[:STEM_CHARS]}-retry{int(times) + 1}"
-    client.submit_many([{"id": new, **letter.push()}])
-    client.ask(Ask((("XDEL", client.keys.dead, letter.entry),)))
-    return new
+        stem, times = job, "0"
+    number = int(times)
+    while True:
+        number += 1
+        new = f"{stem[:STEM_CHARS]}-retry{number}"
+        [there] = client.statuses([new])
+        if there is None or not is_refused(there):
+            return new

@@ -16,14 +16,14 @@ from services.cli import terminal
 from services.cli.launcher import find_host
 from services.cli.terminal import Exit, fail, print_json
 
-ROLES = (*STAGES, "coordinator")
+ROLES = (*STAGES, "coordinator", "gateway", "celery")
 FAILED = "failed: "  # what a launcher that gives up writes in the request's place
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "roles", nargs="*", metavar="STAGE",
-        help=f"{', '.join(ROLES)}; all of them if none is named",
+        "roles", nargs="*", metavar="SERVICE",
+        help=f"{', '.join(ROLES)}; all that run if none is named",
     )  # fmt: skip
     parser.add_argument("--host", help="which host's launcher, where several run")
     parser.add_argument(
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     roles = list(dict.fromkeys(args.roles)) or list(ROLES)
     for role in roles:
         if role not in ROLES:
-            fail(f"STAGE: {role!r} cannot be restarted; {', '.join(ROLES)} can")
+            fail(f"SERVICE: {role!r} cannot be restarted; {', '.join(ROLES)} can")
             return Exit.USAGE
     with terminal.client_of(args) as client:
         host = find_host(client, args.host)

@@ -6,6 +6,7 @@ import signal
 import threading
 
 from common.connect import blocking
+from common.handed import say_ready
 from common.logs import set_up
 from common.settings import from_command_line
 from common.tracing import NoTracing
@@ -24,7 +25,7 @@ def main() -> None:
         stop_observing = observe(coordinator, settings)
     except NoTracing as why:
         raise SystemExit(str(why)) from None
-    coordinator.run(stopping.is_set)
+    coordinator.run(stopping.is_set, say_ready)
     stop_observing()
 
 

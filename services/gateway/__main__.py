@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
@@ -9,6 +10,7 @@ import sys
 import uvicorn
 from fastapi import FastAPI
 
+from common.handed import http_sockets, say_ready
 from common.logs import set_up
 from common.metrics.http import serve
 from common.settings import from_command_line
@@ -21,6 +23,8 @@ log = logging.getLogger("slackwater.gateway")
 
 # Answers that are being written when the end comes; nobody waits for a job by then.
 STOP_S = 5
+# A connection that was just made is asked something; another process may take those that follow.
+JUST_MADE_S = 0.2
 
 
 class Server(uvicorn.Server):
@@ -30,7 +34,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.gateway: Gateway = app.state.gateway
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        say_ready()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(JUST_MADE_S)
         await self.gateway.stop_waiting()
         await super().shutdown(sockets)
 
@@ -57,7 +68,7 @@ def main() -> int:
         log.warning("no API keys are set: whoever reaches this port may use the pool")
     log.info("HTTP on %s port %d", settings.http_host, settings.http_port)
     port = serve(app.state.registry, settings) if settings.metrics_port else None
-    Server(app, config).run()
+    Server(app, config).run(http_sockets() or None)
     if port is not None:
         port.close()
     return 0

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.handed import READY_FD
+
 PR_SET_PDEATHSIG = 1
 # Pauses before a restart: the first is short, since most deaths are single.
 FIRST_PAUSE_S = 0.25
@@ -41,6 +43,8 @@ class Child:
     log: Path
     role: str = ""
     orphan_signal: int = signal.SIGKILL
+    sockets: Sequence[int] = ()  # handed down to the process
+    announces: bool = False  # it says itself when it is ready (common/handed.py)
     process: subprocess.Popen[bytes] | None = None
     ready: bool = False
     leaving: bool = False
@@ -50,6 +54,9 @@ class Child:
     longest_pause_s: float = LONGEST_PAUSE_S
     deaths: int = 0
     said: bool = field(default=False)
+    refused: str = ""  # why it could not be started the last time
+    _ear: int = -1  # where it is heard saying that it is ready; closed then
+    _announced: bool = False
 
     @property
     def pid(self) -> int:
@@ -57,7 +64,9 @@ class Child:
         return self.process.pid if self.process is not None else 0
 
     def start(self) -> None:
+        """Raises OSError where the machine has no room for it, or there is no place for its log."""
         parent, orphaned = os.getpid(), self.orphan_signal
+        environment, handed, mouth = dict(self.environment), list(self.sockets), -1
 
         def bind_to_parent() -> None:
             if _prctl is not None:
@@ -65,18 +74,47 @@ class Child:
                 if os.getppid() != parent:  # it died before the line above
                     os._exit(1)
 
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C goes to a whole process group; the launcher alone decides who stops when.
-                start_new_session=True,
-                preexec_fn=bind_to_parent,
-            )
-        self.started_at, self.ready = time.monotonic(), False
+        self._forget()
+        try:
+            if self.announces:
+                self._ear, mouth = os.pipe()
+                os.set_blocking(self._ear, False)
+                environment[READY_FD] = str(mouth)
+                handed.append(mouth)
+            with open(self.log, "ab") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C goes to a whole process group; the launcher alone decides who stops
+                    # when.
+                    start_new_session=True,
+                    pass_fds=handed,
+                    preexec_fn=bind_to_parent,
+                )
+        finally:
+            if mouth >= 0:
+                os.close(mouth)
+        self.started_at, self.ready, self.refused = time.monotonic(), False, ""
+
+    def announced(self) -> bool:
+        """Whether this very process has said that it is ready."""
+        if self._ear >= 0:
+            with contextlib.suppress(BlockingIOError):  # not yet
+                self._announced = bool(os.read(self._ear, 1))  # nothing: it has ended
+                self._close_ear()
+        return self._announced
+
+    def _forget(self) -> None:
+        self._close_ear()
+        self._announced = False
+
+    def _close_ear(self) -> None:
+        if self._ear >= 0:
+            os.close(self._ear)
+            self._ear = -1
 
     def died(self) -> str:
         """How the process ended, in words, or "" while it runs or before it was started."""
@@ -90,7 +128,8 @@ class Child:
         return f"was killed by signal {-code}"
 
     def bury(self) -> None:
-        """Note a death and when to try again."""
+        """Note a death, or a start that was refused, and when to try again."""
+        self._forget()
         now = time.monotonic()
         if self.ready and now - self.started_at >= WELL_S:
             self.pause_s, self.said = FIRST_PAUSE_S, False
@@ -101,6 +140,7 @@ class Child:
 
     def ask_to_stop(self) -> None:
         self.leaving = True
+        self._close_ear()
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,13 +26,14 @@ from typing import TYPE_CHECKING, Self
 from redis.exceptions import RedisError
 
 from common.arena import Arena, ArenaError
+from common.handed import HTTP_FDS
 from common.keys import Keys
 from common.settings import Settings, from_command_line
 from common.stage import DECODE, DENOISE, ENCODE, STAGES
 from services.pool import redis_server
 from services.pool.arena_dir import arena_dir
 from services.pool.child import LONGEST_PAUSE_S, Child
-from services.pool.gateway import address, answers
+from services.pool.gateway import PortTaken, address, listen
 from services.pool.state_dir import Address, StateDir
 from services.pool.supervisor import (
     CELERY,
@@ -119,6 +121,7 @@ class LocalPool:
         self.settings = self._given_settings
         self._arena_dir: Path | None = None
         self._arena_lock = -1
+        self._sockets: list[socket.socket] = []  # the gateway's
         self._owner = 0  # the process that started it: a forked child must not stop it
         self._supervisor: Supervisor | None = None
 
@@ -283,6 +286,8 @@ class LocalPool:
         else:
             changed["redis_url"] = self._given_url
         self.settings = settings = given.model_copy(update=changed)
+        if self._http:
+            self._listen()
         if any(self._counts.values()):
             self._make_arena()
         environment = _environment(settings)
@@ -297,14 +302,17 @@ class LocalPool:
             env = environment
             if role in STAGES:
                 env = {**environment, "SLACKWATER_DEVICE": _device(settings.device, index)}
+            sockets = [each.fileno() for each in self._sockets] if role == GATEWAY else []
             if role == GATEWAY:
-                env = {**environment, "SLACKWATER_HTTP_KEYS": settings.http_keys}
+                handed = {HTTP_FDS: " ".join(map(str, sockets))}
+                env = {**environment, **handed, "SLACKWATER_HTTP_KEYS": settings.http_keys}
             if role == CELERY:
                 env = {**environment, "SLACKWATER_WEBHOOK_SECRET": settings.webhook_secret}
             log_file = self.log_dir / f"{name}.log"
             return Child(
                 name, command, env, log_file, role=role, orphan_signal=orphan_signal(role),
-                longest_pause_s=self._longest_pause_s,
+                longest_pause_s=self._longest_pause_s, sockets=sockets,
+                announces=role in (COORDINATOR, GATEWAY, CELERY),
             )  # fmt: skip
 
         counts = {
@@ -315,9 +323,8 @@ class LocalPool:
             CELERY: int(self._celery),
         }
         self._supervisor = Supervisor(
-            make, settings.redis_url, self.keys, settings.host, counts, self._stop_s, self._say,
-            answers=lambda child: answers(settings, child.pid),
-        )  # fmt: skip
+            make, settings.redis_url, self.keys, settings.host, counts, self._stop_s, self._say
+        )
 
     def _make_arena(self) -> None:
         """Now, and not by the first worker: one that does not fit is said at once, in a line."""
@@ -325,6 +332,13 @@ class LocalPool:
             Arena.open(self.settings.arena_path, self.settings.arena_bytes).close()
         except ArenaError as error:
             raise PoolError(f"--arena-bytes {self.settings.arena_bytes}: {error}") from error
+
+    def _listen(self) -> None:
+        """Here, not in the gateway: the port stays open while one gateway follows another."""
+        try:
+            self._sockets = listen(self.settings)
+        except PortTaken as error:
+            raise PoolError(str(error)) from error
 
     @property
     def log_dir(self) -> Path:
@@ -344,6 +358,8 @@ class LocalPool:
         if self._arena_lock >= 0:
             os.close(self._arena_lock)
             self._arena_lock = -1
+        while self._sockets:
+            self._sockets.pop().close()
         if self._temporary:
             shutil.rmtree(self.state_dir, ignore_errors=True)
         if self._kept is not None:

@@ -31,6 +31,8 @@ class Rolling:
         self._queue: deque[Child] = deque()
         self._old: Child | None = None  # being replaced
         self._new: Child | None = None  # its successor
+        self._alone = False  # whether the successor was asked again since the other one left
+        self._replaced: list[Child] = []  # the successors so far
         self.request = ""
         self.answer: str | None = None  # to be written in the request's place; "" deletes it
 
@@ -40,7 +42,10 @@ class Rolling:
             return
         self.request, self.answer = request, None
         _, *roles = request.split()
-        self._queue = deque(child for role in roles for child in self._of(role))
+        self._queue, self._replaced = deque(c for role in roles for c in self._of(role)), []
+        if not self._queue and self._old is None:
+            self.answer = f"{FAILED}none of {', '.join(roles)} runs here"
+            return
         self._say(f"restarting {len(self._queue)} one by one: {', '.join(roles)}")
 
     def surplus(self, role: str) -> int:
@@ -60,32 +65,49 @@ class Rolling:
         """Go on with it as far as can be; called several times a second."""
         if not self.under_way:
             return
-        if self._old is None:
+        old, new = self._old, self._new
+        if old is None or new is None:
             self._next(children)
-            return
-        assert self._new is not None
-        if self._old not in children:  # it has left
-            self._old = self._new = None
-        elif self._new.deaths:
-            self._give_up()
-        elif self._new.ready and not self._old.leaving:
-            self._old.ask_to_stop()
+        elif new.deaths:
+            self._give_up(_death(old, new))
+        elif new.leaving or new not in children:  # scaled down: the youngest leave first
+            if old.leaving:
+                self._old = self._new = None
+            else:
+                self._give_up(f"the successor of {old.name} was stopped: fewer are wanted now")
+        elif old not in children:
+            if not self._alone:  # that it was ready beside the other one counts no more
+                self._alone, new.ready = True, False
+            elif new.ready:
+                self._replaced.append(new)
+                self._old = self._new = None
+        elif new.ready and not old.leaving:
+            old.ask_to_stop()
 
     def _next(self, children: Sequence[Child]) -> None:
+        died = [new for new in self._replaced if new.deaths]
+        if died:  # it came up and did not get on: nothing else is to be replaced by its like
+            self._give_up(f"{died[0].name} died soon after it had taken over, see {died[0].log}")
+            return
         while self._queue:
             old = self._queue.popleft()
             if old in children and not old.leaving:
-                self._old, self._new = old, self._succeed(old)
+                self._old, self._new, self._alone = old, self._succeed(old), False
                 return
         self.answer = ""
         self._say("every one of them was replaced")
 
-    def _give_up(self) -> None:
-        assert self._old is not None
-        assert self._new is not None
-        why = f"the successor of {self._old.name} did not become ready, see {self._new.log}"
-        self._new.ask_to_stop()
+    def _give_up(self, why: str) -> None:
+        """What has not been replaced goes on. A successor leaves only if its predecessor stays."""
+        if self._old is not None and self._new is not None and not self._old.leaving:
+            self._new.ask_to_stop()
         self._queue.clear()
         self._old = self._new = None
         self.answer = FAILED + why
         self._say(f"the restart ends here: {why}")
+
+
+def _death(old: Child, new: Child) -> str:
+    if old.leaving:
+        return f"{new.name} died when it had to take over from {old.name}, see {new.log}"
+    return f"the successor of {old.name} did not become ready, see {new.log}"

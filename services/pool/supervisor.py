@@ -64,13 +64,11 @@ class Supervisor(threading.Thread):
         counts: dict[str, int],
         stop_s: float,
         say: Callable[[str], None],
-        answers: Callable[[Child], bool] = lambda _: True,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.make, self.url, self.keys, self.host = make, redis_url, keys, host
         self.wanted = dict(counts)
         self.stop_s, self.say = stop_s, say
-        self.answers = answers  # whether a gateway does
         self.children: list[Child] = []
         self.settled = threading.Event()
         self.over = threading.Event()
@@ -185,7 +183,7 @@ class Supervisor(threading.Thread):
             if how or (child.leaving and not child.pid):
                 self._note_end(child, how)
             elif child.process is None and not child.leaving and now >= child.restart_at:
-                child.start()
+                self._start(child)
         if now >= self._look_at:
             self._look_at = now + (LOOK_S if self.settled.is_set() else LOOK_UNSETTLED_S)
             try:
@@ -210,6 +208,20 @@ class Supervisor(threading.Thread):
                 f"{child.name} {how} before it was ready. Its log ({child.log}) ends:\n"
                 f"{child.last_words() or '(empty)'}"
             )
+
+    def _start(self, child: Child) -> None:
+        """What the machine has no room for now is tried again later: the others go on."""
+        try:
+            child.start()
+        except OSError as error:
+            why = f"{child.name} could not be started: {error}"
+            if not self._was_up:
+                raise PoolError(why) from error
+            child.bury()
+            self.settled.clear()
+            if child.refused != why:
+                child.refused = why
+                self.say(f"{why}; trying again")
 
     def _note_end(self, child: Child, how: str) -> None:
         if child.leaving:
@@ -243,7 +255,7 @@ class Supervisor(threading.Thread):
             if value is not None and value.isdigit():
                 self.wanted[stage] = min(MOST_WORKERS, int(value))
         self._wishes_read = wishes
-        if values[-2] is not None:
+        if values[-2] is not None and self._was_up:  # later: nothing is there to be replaced
             self._rolling.ask(values[-2].decode())
         if values[-1] is not None:
             self.down_asked.set()
@@ -259,8 +271,8 @@ class Supervisor(threading.Thread):
         self._rolling.done()
 
     def _read_ready(self) -> None:
-        """A worker is ready once it has registered, a coordinator once one leads, a gateway once
-        it answers, Celery's side once the outbox is read."""
+        """A worker is ready once it has registered, the others once they say so themselves; a
+        coordinator also needs one that leads, Celery's side one that reads the outbox."""
         names = self._names()
         pipe = self._redis.pipeline(transaction=False)
         pipe.exists(self.keys.leader)
@@ -270,18 +282,15 @@ class Supervisor(threading.Thread):
         leading, sending, *found = pipe.execute()
         ours = [(int(pid), hung) for host, pid, hung in found if host == self.host.encode() and pid]
         pids = {pid for pid, _ in ours}
+        served = {COORDINATOR: bool(leading), CELERY: bool(sending)}
         self._end_hung([pid for pid, hung in ours if hung])
         for child in self.children:
             if child.role == REDIS:
                 child.ready = child.process is not None
-            elif child.role == COORDINATOR:
-                child.ready = bool(leading) and child.process is not None
-            elif child.role == CELERY:
-                child.ready = bool(sending) and child.process is not None
-            elif child.role == GATEWAY:
-                child.ready = child.ready or (child.process is not None and self.answers(child))
-            else:
+            elif child.role in STAGES:
                 child.ready = child.pid in pids
+            else:
+                child.ready = child.announced() and served.get(child.role, True)
             if child.ready:
                 child.said = False
 
@@ -313,7 +322,7 @@ class Supervisor(threading.Thread):
         child = next(c for i in range(1, 10_000) if (c := self.make(role, i)).name not in used)
         if like is not None:
             child.environment = like.environment  # its device above all
-        child.start()
+        self._start(child)
         with self._lock:
             self.children.append(child)
         return child
