@@ -19,6 +19,9 @@ from common.scripts import SOURCES
 # Redis 6.2 cannot tell reading from writing, so a role may write there what it should only read.
 TELLS_READS = (7, 0)
 
+# With Redis' own words, which name the command, or say that it is the key.
+NO_RIGHT = "the user of Redis may not do this ({}); give it the rights that `slackwater acl` prints"
+
 CONNECTION = ("ping", "select", "client|setname", "multi", "exec", "discard", "time")
 RUNS_SCRIPTS = ("evalsha", "script|load")
 
@@ -78,7 +81,7 @@ ROLES = (
     Role(
         "client",
         "pushes and cancels jobs; reads records, results, outputs and events",
-        ("xadd", *READS_JOBS),
+        ("scan", "xadd", *READS_JOBS),
         reads=_seen_by_clients,
         writes=lambda k: (k.jobs,),  # read too: a push that nobody has taken yet
         pushes=lambda k: (k.cancel,),
@@ -107,8 +110,8 @@ ROLES = (
         "gateway",
         "HTTP: a client that also counts the jobs of each API key, forgets jobs on request, and "
         "shows the pool",
-        ("client|id", "client|unblock", "del", "hdel", "hlen", "hset", "hsetnx", "pexpire", "scard",
-         "sismember", "srandmember", "xadd", "xlen", "zadd", "zrem", "zremrangebyscore",
+        ("client|id", "client|unblock", "del", "hdel", "hlen", "hset", "hsetnx", "pexpire", "scan",
+         "scard", "sismember", "srandmember", "xadd", "xlen", "zadd", "zrem", "zremrangebyscore",
          "zrevrange", *READS_JOBS),
         reads=lambda k: (
             *_seen_by_clients(k), k.trajectory("*"), f"{k.prefix}task:*", k.tasks("*"), k.timeline,
@@ -124,9 +127,11 @@ ROLES = (
     Role(
         "celery",
         "the door and the sender: a client that also sends webhooks and uploads, and makes movies",
-        ("xadd", "hdel", "hkeys", "set", "zrangebyscore", *READS_JOBS),
+        # Not the janitor's: it may write everything, and the leading coordinator sweeps anyway.
+        ("xadd", "hdel", "hkeys", "hlen", "set", "zcard", "zrangebyscore", *READS_JOBS),
         ("enter", "lead", "post", "settle"),
-        reads=_seen_by_clients,
+        # A webhook says what GET /v1/jobs does, and that looks for a specification too.
+        reads=lambda k: (*_seen_by_clients(k), k.trajectory("*")),
         writes=lambda k: (
             k.jobs, k.celery, k.outbox, k.deliveries, k.delivery("*"), k.sender,
             f"{k.prefix}movie:*",

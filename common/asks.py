@@ -72,9 +72,10 @@ def typed_push(job: str, params: Mapping[str, Any]) -> Push:
     """With values of their own type. Raises InvalidRequest for what cannot be sent."""
     for name, value in params.items():
         try:
-            pack(value)
+            pack([name, value])
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(name, f"cannot be sent: {error}") from error
+            shown = str(name).encode("utf-8", "replace").decode()  # a name may be what is wrong
+            raise InvalidRequest(shown, f"cannot be sent: {error}") from error
     content = dict(sorted(params.items()))
     trace = content.pop("traceparent", None)  # beside the payload it is no part of the content
     raw = {b"payload": pack(content)}

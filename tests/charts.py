@@ -13,14 +13,16 @@ CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "slackwater
 Manifest = dict[str, Any]
 
 
-def render(values: Manifest | None = None) -> list[Manifest]:
-    """What `helm install pool` would create with these values. Raises HelmError."""
+def render(
+    values: Manifest | None = None, name: str = "pool", namespace: str = "pictures"
+) -> list[Manifest]:
+    """What `helm install NAME` would create with these values. Raises HelmError."""
     with chart.Chart.load(CHART) as loaded:
-        files = loaded.render(values=values or {}, name="pool", namespace="pictures")
+        files = loaded.render(values=values or {}, name=name, namespace=namespace)
     return [
         manifest
-        for name, text in sorted(files.items())
-        if name.endswith(".yaml")
+        for file, text in sorted(files.items())
+        if file.endswith(".yaml")
         for manifest in yaml.safe_load_all(text)
         if manifest
     ]

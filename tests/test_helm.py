@@ -169,7 +169,12 @@ def test_stages_share_one_arena_where_states_lie_on_a_node() -> None:
         assert pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         volumes += [v["hostPath"]["path"] for v in pod["volumes"] if v["name"] == "arena"]
         assert _variables(pod["containers"][0])["SLACKWATER_HOST"] == "spec.nodeName"
-    assert volumes == ["/dev/shm/slackwater"] * 3
+    assert volumes == ["/dev/shm/slackwater/pictures/pool"] * 3
+    other = pods(render(name="other", namespace="films"))
+    [path, *_] = [
+        v["hostPath"]["path"] for _, p in other for v in p.get("volumes", ()) if "hostPath" in v
+    ]
+    assert path == "/dev/shm/slackwater/films/other", "two releases on a node share nothing"
     for name, pod in pods(render({"states": "redis"})):
         assert not any("hostPath" in volume for volume in pod.get("volumes", [])), name
         assert "initContainers" not in pod

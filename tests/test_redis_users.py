@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import stat
 import subprocess
 import sys
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from redis.exceptions import AuthenticationError, NoPermissionError
+from standardwebhooks import Webhook
 
-from common import acl, spill
+from common import acl, health, spill
 from common.connect import writing
 from common.keys import Keys
 from common.scripts import SOURCES, Scripts, Transitions, Ttls
@@ -24,13 +28,15 @@ from services.cli.main import main
 from slackwater import Client
 from tests.certificates import self_signed
 from tests.gateway_server import Http, end_of, push, serving_http
-from tests.processes import processes
+from tests.processes import processes, until
+from tests.receiver import Receiver, receiving
 from tests.servers import RedisServer, binaries, free_port, has_tls, serving, version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "{guarded}:"
 KEYS = Keys(PREFIX)
 WAIT_S = 30.0
+SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,30 @@ def witness(guard: Guarded) -> Iterator[Any]:
     client.close()
 
 
+def celery_settings(guard: Guarded, receiver: Receiver) -> Settings:
+    return Settings(
+        redis_url=guard.url("celery"), prefix=PREFIX, outgoing_hosts=receiver.url,
+        webhook_secret=SECRET, celery_url=guard.server.url.removesuffix("/0") + "/1",
+    )  # fmt: skip
+
+
+@contextmanager
+def celery_side(guard: Guarded, receiver: Receiver) -> Iterator[Celery]:
+    """The whole of it, as its own user; and a program of Celery's."""
+    settings = celery_settings(guard, receiver)
+    given = settings.model_dump(include=settings.model_fields_set)
+    variables = {f"SLACKWATER_{name.upper()}": str(value) for name, value in given.items()}
+    program = [sys.executable, "-m", "services.celery_app"]
+    side = subprocess.Popen(program, cwd=ROOT, env={**os.environ, **variables})
+    app = Celery("program", broker=settings.celery_url, backend=settings.celery_url)
+    try:
+        yield app
+    finally:
+        side.terminate()
+        side.wait(WAIT_S)
+        app.close()
+
+
 def denied(witness: Any) -> list[str]:
     """What was refused to whom; redis-py's introduction of itself may be."""
     log: Any = witness.acl_log()
@@ -108,10 +138,16 @@ def denied(witness: Any) -> list[str]:
 def test_a_pool_in_which_each_service_has_its_own_user_does_everything(
     guard: Guarded, witness: Any, arena_path: str
 ) -> None:
-    """With TLS where the server has it; nothing that anybody tries is refused."""
-    with processes(
-        guard.url("coordinator"), witness, KEYS, arena_path, states="redis", max_attempts=1
-    ) as pool:
+    """With TLS where the server has it; nothing that anybody tries is refused. Celery's own keys
+    are in another database here, and under another user."""
+    with (
+        receiving() as receiver,
+        processes(
+            guard.url("coordinator"), witness, KEYS, arena_path, states="redis", max_attempts=1,
+            outgoing_hosts=receiver.url,
+        ) as pool,
+        celery_side(guard, receiver) as app,
+    ):  # fmt: skip
         pool.coordinator()
         for kind in ("encode", "denoise", "decode"):
             pool.worker(kind, redis_url=guard.url("worker"))
@@ -127,6 +163,15 @@ def test_a_pool_in_which_each_service_has_its_own_user_does_everything(
             assert long.wait(WAIT_S).status == "canceled"
             assert len(client.workers()) == 3
             assert client.ps() == []
+            assert client.ps(ended=True)
+            client.submit("told", id="told", callback_url=receiver.url).wait(WAIT_S)
+            [call] = receiver.until(1)
+            assert Webhook(SECRET).verify(call.body, call.headers)["data"]["id"] == "told"
+            task = app.send_task("slackwater.generate", ["x"], queue="slackwater")
+            assert task.get(timeout=WAIT_S)["status"] == "succeeded"
+            own = celery_settings(guard, receiver)
+            nothing = "0 deliveries owed, 0 tasks followed"
+            until(lambda: nothing in health.check(health.CELERY, own), nothing)
             assert client.models()
         settings = Settings(redis_url=guard.url("gateway"), prefix=PREFIX)
         with serving_http(settings) as server, Http(server) as http:
@@ -134,6 +179,7 @@ def test_a_pool_in_which_each_service_has_its_own_user_does_everything(
             assert end_of(http, job)["status"] == "succeeded"
             assert http.get(f"/v1/jobs/{job}/output/0").content
             assert http.get("/v1/jobs").status_code == 200
+            assert http.get("/v1/jobs", params={"status": "all"}).json()["data"]
             assert http.get("/readyz").status_code == 200
         admin = guard.connect("admin")
         scripts = Scripts(admin)
@@ -181,6 +227,7 @@ FORBIDDEN: dict[str, list[tuple[Any, ...]]] = {
         ("XADD", KEYS.reports, "*", "kind", "report"),
         ("GET", KEYS.seq),
         ("HDEL", KEYS.pool, "here/denoise"),
+        ("SCAN", "0"),
     ],
     "coordinator": [
         ("HSET", "other:job:a", "status", "x"),
@@ -201,6 +248,7 @@ TOLD_APART = [
     ("client", ("XADD", KEYS.events("a"), "*", "type", "succeeded")),
     ("client", ("XRANGE", KEYS.cancel, "-", "+")),
     ("celery", ("HSET", KEYS.job("a"), "status", "succeeded")),
+    ("celery", ("DEL", KEYS.trajectory("a"))),
     ("gateway", ("HDEL", KEYS.manifests, "m")),
     ("gateway", ("HSET", KEYS.trajectory("a"), "seq", "0")),
     ("gateway", ("XADD", KEYS.reports, "*", "kind", "report")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery import current_task, states
+from celery.backends.base import Backend
 from celery.backends.redis import RedisBackend
 from kombu import serialization
 
@@ -44,12 +45,19 @@ class JobBackend(RedisBackend):  # type: ignore[misc]
         return str(super().get_state(task_id))
 
 
+class ImpatientBackend(JobBackend):
+    """Raises at once what went wrong: its callers try again themselves, and have others to serve
+    meanwhile. Celery's own would stand still for 20 s."""
+
+    retry_policy = {**Backend.retry_policy, "max_retries": 0}
+
+
 class Backends:
     """The two ways to write to the one backend."""
 
     def __init__(self, app: Any, url: str) -> None:
         self._of = {
-            serializer: JobBackend(app=app, url=url, serializer=serializer)
+            serializer: ImpatientBackend(app=app, url=url, serializer=serializer)
             for serializer in (JSON, MSGPACK)
         }
 

@@ -28,8 +28,9 @@ class Built:
     registry: Registry
 
 
-def build(settings: Settings) -> Built:
-    """Raises ValueError for settings that cannot be used."""
+def build(settings: Settings, sender_only: bool = False) -> Built:
+    """`sender_only`: no beat, since nobody here takes what it sends, and perhaps nobody anywhere.
+    Raises ValueError for settings that cannot be used."""
     app = make_app(settings)
     client = Client(settings.redis_url, settings.prefix, PATIENCE_S)
     redis = writing(settings.redis_url)
@@ -40,6 +41,6 @@ def build(settings: Settings) -> Built:
     side.register(app, client, redis, settings)
     app.conf.beat_schedule = schedule(side.JANITOR)
     following = Following(client, Telling(app, backends))
-    sender = Sender(settings, following, Beat(app), metrics)
+    sender = Sender(settings, following, None if sender_only else Beat(app), metrics)
     metrics.show(sender)
     return Built(app, sender, client, registry)

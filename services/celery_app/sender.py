@@ -14,8 +14,9 @@ import time
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
+from common.acl import NO_RIGHT
 from common.asks import Plan
 from common.client import Client
 from common.clock import Clock, redis_clock
@@ -49,10 +50,10 @@ class Sender:
     """Call `run` on a thread of its own."""
 
     def __init__(
-        self, settings: Settings, following: Following, beat: Beat, metrics: CeleryMetrics
+        self, settings: Settings, following: Following, beat: Beat | None, metrics: CeleryMetrics
     ) -> None:
-        """`beat` ticks while this process reads. Raises ValueError for settings that cannot be
-        used."""
+        """`beat`, if any, ticks while this process reads. Raises ValueError for settings that
+        cannot be used."""
         self.keys = Keys(settings.prefix)
         self.client = Client(settings.redis_url, settings.prefix, PATIENCE_S)
         self._reading: Any = blocking(settings.redis_url)
@@ -78,6 +79,7 @@ class Sender:
 
     def run(self, stopping: threading.Event) -> None:
         """Read whenever it holds the lease, until told to stop."""
+        refused = ""  # the right that Redis said is missing
         while not stopping.is_set():
             try:
                 if not self.leads:
@@ -89,10 +91,15 @@ class Sender:
                 if self.away:
                     log.warning("Redis is back")
                     self.reconnects += 1
-                self.away = False
+                self.away, refused = False, ""
                 continue
             except Deposed as error:
                 log.warning("%s; standing by", error)
+            except NoPermissionError as error:
+                if refused != str(error):
+                    log.error("%s; trying again", NO_RIGHT.format(error))
+                refused = str(error)
+                stopping.wait(PAUSE_S)
             except (RedisError, RedisAway, OSError) as error:
                 if not self.away:
                     log.warning("Redis is away (%s); trying again", error)
@@ -102,13 +109,17 @@ class Sender:
                 log.exception("starting over in %.0f s", PAUSE_S)
                 stopping.wait(PAUSE_S)
             self.leads = False
-            self._beat.stop()
-        self._beat.stop()
+            self._stop_beat()
+        self._stop_beat()
         self._deliveries.close()
         if self.leads:
             with contextlib.suppress(RedisError, OSError):
                 self.lease.release()
         self.client.close()
+
+    def _stop_beat(self) -> None:
+        if self._beat is not None:
+            self._beat.stop()
 
     def _lead(self) -> bool:
         if not self.lease.take():
@@ -117,7 +128,8 @@ class Sender:
         log.info("reads the outbox")
         self._last = "0"
         self._following.forget()
-        self._beat.start()
+        if self._beat is not None:
+            self._beat.start()
         return True
 
     def step(self) -> None:
@@ -131,9 +143,9 @@ class Sender:
                 raise
             except Exception:  # it stays, and those behind it go on
                 log.exception("entry %s of the outbox", entry)
+        self._deliveries.begin_due()  # before a look, which may take its time
         if self._following.due_s() <= 0:
             self._following.look(self.lease.keep)
-        self._deliveries.begin_due()
 
     def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
         block_ms = max(1, round(1000 * min(BLOCK_S, self._following.due_s())))

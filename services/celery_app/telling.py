@@ -48,6 +48,19 @@ class Telling:
             error = error_of(result)
             backend.mark_as_failure(waiting.id, error, request=request, store_result=keep)
 
+    def give_up(self, waiting: Waiting, error: Exception) -> None:
+        """Its end cannot be told: a failure that says why, so that `get()` does not wait for ever.
+        Nothing follows but what a chord needs."""
+        backend = self._backends[waiting.serializer]
+        said = RuntimeError(f"its end cannot be told: {type(error).__name__}: {error}")
+        try:
+            keep = not waiting.request.ignore_result
+            backend.mark_as_failure(
+                waiting.id, said, request=waiting.request, store_result=keep, call_errbacks=False
+            )
+        except Exception:  # perhaps of what was asked for, so without it
+            backend.store_result(waiting.id, said, states.FAILURE)
+
     def _errbacks(self, backend: Any, request: Any, error: Exception) -> None:
         if request.errbacks:
             backend._call_task_errbacks(request, error, None)

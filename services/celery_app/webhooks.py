@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,8 +16,10 @@ from common import outgoing_http
 from common.outgoing import Allowed, NotAllowed
 from common.settings import Settings
 from services.celery_app.attempts import Failed, GiveUp
+from services.celery_app.hurry import Hurry, Late
 
-# Receivers should answer at once and work afterwards.
+# Receivers should answer at once and work afterwards. A try takes no longer in all, but for a
+# connection that is being made then.
 TIMEOUT_S = 15.0
 # More of an answer than an error message needs is not read.
 ANSWER_BYTES = 500
@@ -88,19 +91,35 @@ class Webhooks:
         if not self._signers:
             raise Failed("no webhook_secret is set")
         signed = headers(name, body, self._signers, datetime.now(UTC))
-        try:
-            with self._http.stream("POST", url, content=body, headers=signed) as answer:
-                if answer.is_success:
-                    return
-                said = next(answer.iter_bytes(ANSWER_BYTES), b"").decode("utf-8", "replace")
-                what = f"answered {answer.status_code}: {said[:ANSWER_BYTES]}"
-        except NotAllowed as error:
-            raise Failed(str(error)) from error  # a name may point elsewhere for a while
-        except httpx.HTTPError as error:
-            raise Failed(f"{type(error).__name__}: {error}") from error
+        with Hurry(TIMEOUT_S) as hurry:
+            try:
+                with self._http.stream(
+                    "POST", url, content=body, headers=signed, extensions={"trace": hurry.trace}
+                ) as answer:
+                    if answer.is_success:
+                        return
+                    said = _beginning(answer)
+            except NotAllowed as error:
+                raise Failed(str(error)) from error  # a name may point elsewhere for a while
+            except (httpx.HTTPError, Late) as error:
+                if hurry.late:
+                    raise Failed(f"no answer within {TIMEOUT_S:g} s") from error
+                raise Failed(f"{type(error).__name__}: {error}") from error
+        what = f"answered {answer.status_code}: {said}"
         if answer.status_code == httpx.codes.GONE:
             raise GiveUp(what)
         raise Failed(what)
 
     def close(self) -> None:
         self._http.close()
+
+
+def _beginning(answer: httpx.Response) -> str:
+    """Of its body, as much as an error message needs and as came in time."""
+    read = bytearray()
+    with contextlib.suppress(httpx.HTTPError):  # the status has been said
+        for part in answer.iter_bytes():
+            read += part
+            if len(read) >= ANSWER_BYTES:
+                break
+    return read[:ANSWER_BYTES].decode("utf-8", "replace")

@@ -16,10 +16,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from common.acl import NO_RIGHT
 from common.checks import InvalidRequest
 from common.errors import JobRefused, RedisAway, ResultExpired, UnknownJob
 from common.job import ErrorCode, JobStatus, Result
@@ -57,6 +58,19 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
         self.kind = kind or (SERVER if status >= 500 else RATE if status == 429 else INVALID)
         self.headers = headers or {}
+
+    def behind(self, job: str) -> ApiError:
+        """The same to somebody whose job was pushed before it came to this: it goes on, and a
+        request sent again would push a second one."""
+        said = self.message.partition(";")[0]  # without the advice
+        return ApiError(
+            self.status,
+            f"{said}; job {job} was pushed and goes on: GET /v1/jobs/{job}",
+            code=self.code,
+            param=self.param,
+            kind=self.kind,
+            headers=DO_NOT_RETRY | {"Location": f"/v1/jobs/{job}"},
+        )
 
     def response(self) -> JSONResponse:
         error = {
@@ -128,6 +142,10 @@ def of_exception(error: Exception) -> ApiError | None:
             return ApiError(410, str(error), code="expired")
         case Closed():
             return ApiError(503, "this gateway stops; ask another one", code="stopping")
+        case NoPermissionError():
+            said = NO_RIGHT.format(error)
+            log.error("%s", said)
+            return ApiError(503, said, code="no_permission", headers=DO_NOT_RETRY)
         case RedisAway() | RedisError():
             log.warning("Redis is away: %s", error)
             return ApiError(
@@ -139,8 +157,12 @@ def of_exception(error: Exception) -> ApiError | None:
 def install(app: FastAPI) -> None:
     """Every error of `app` in the one shape."""
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:
-        return _answer_of(error).response()
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        found = _answer_of(error)
+        job = getattr(request.state, "pushed", "")
+        if job and found.status >= 500 and not isinstance(error, ApiError):
+            found = found.behind(job)
+        return found.response()
 
     async def nobody(_: Request, error: Exception) -> Response:
         return Response(status_code=499)  # it is not sent: the client has gone

@@ -28,9 +28,8 @@ from common.push import ID
 from common.settings import Settings
 from services.gateway.access import Caller, Rates
 from services.gateway.client import GatewayClient
-from services.gateway.errors import DO_NOT_RETRY, ApiError, bad, is_refusal, of_result
+from services.gateway.errors import ApiError, bad, is_refusal, of_result
 from services.gateway.quota import Quota
-from services.gateway.reads import Closed
 
 log = logging.getLogger("slackwater.gateway")
 
@@ -91,13 +90,15 @@ class Jobs:
         request.state.job = job
         push = asks.text_push(job, fields) if text else asks.typed_push(job, fields)
         self.rates.take(caller)
-        claimed = await self.quota.claim(caller, push)
+        claimed = False
         try:
+            claimed = await self.quota.claim(caller, push)
             [ticket] = await self.client.do(asks.submit(self.client.keys, [push]))
         except OutOfMemoryError as error:
             if claimed:
                 await self.quota.release(caller, job)
             raise JobRefused(full(job)) from error
+        request.state.pushed = job  # what goes wrong from here on must not have it pushed again
         await self.quota.pushed(caller, ticket)
         said = {"job": job, "caller": caller.name}
         log.info("job %s pushed by %s, %s", job, caller.name, request.url.path, extra=said)
@@ -145,13 +146,6 @@ class Jobs:
             return await while_connected(request, self.client.do(plan, until))
         except WaitTimeout:
             return None
-        except Closed:
-            raise ApiError(
-                503,
-                f"this gateway stops; job {ticket.id} goes on: GET /v1/jobs/{ticket.id}",
-                code="stopping",
-                headers=DO_NOT_RETRY,
-            ) from None
 
     async def abandon(self, pushed: Pushed) -> None:
         """Nobody waits for it any more: cancel it, unless others may mean the same job."""

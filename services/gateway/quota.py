@@ -6,13 +6,19 @@ full, so that a push costs one round trip.
 
 from __future__ import annotations
 
+import logging
 import time
 
+from redis.exceptions import RedisError
+
 from common.asks import Ask, Push, Ticket
+from common.errors import RedisAway
 from common.keys import Keys
 from services.gateway.access import Caller
 from services.gateway.client import GatewayClient
 from services.gateway.errors import ApiError, retry_after
+
+log = logging.getLogger("slackwater.gateway")
 
 # Until one of them ends nobody can say when there is room.
 RETRY_S = 5.0
@@ -53,11 +59,18 @@ class Quota:
 
     async def pushed(self, caller: Caller, ticket: Ticket) -> None:
         if caller.max_jobs:
-            key = self._keys.pushed_by(caller.name)
-            await self._client.ask(Ask((("HSET", key, ticket.id, ticket.entry),)))
+            await self._note("HSET", self._keys.pushed_by(caller.name), ticket.id, ticket.entry)
 
     async def release(self, caller: Caller, job: str) -> None:
-        await self._client.ask(Ask((("HDEL", self._keys.pushed_by(caller.name), job),)))
+        await self._note("HDEL", self._keys.pushed_by(caller.name), job)
+
+    async def _note(self, *command: str) -> None:
+        """As well as can be: what becomes of the push is known already, and a claim that nobody
+        takes back is forgotten with its job."""
+        try:
+            await self._client.ask(Ask((command,)))
+        except (RedisAway, RedisError) as error:
+            log.warning("%s %s was not written: %s", command[0], command[1], error)
 
     async def _add(self, caller: Caller, job: str) -> bool | None:
         """Whether it is a new one; None where there is no room.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -9,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
 
 from common.asks import Ask
+from common.errors import RedisAway
 from services.gateway import bodies, schemas
 from services.gateway.access import Caller, caller_of
 from services.gateway.errors import bad, not_found
@@ -23,6 +26,7 @@ from services.gateway.prefer import applied, wait_s
 from services.gateway.views import View, video_json, views
 
 router = APIRouter(tags=["videos"])
+log = logging.getLogger("slackwater.gateway")
 
 REFERENCE = "input_reference"
 OPTIONAL = ("model", "seconds", "size", REFERENCE)  # null is as good as left out
@@ -74,17 +78,20 @@ def _to_frames(params: dict[str, Any], manifest: Manifest) -> None:
 
 
 async def _pushed(gateway: Gateway, pushed: Pushed) -> None:
-    """Put it on the list of videos, for as long as its record may stay."""
+    """Put it on the list of videos, for as long as its record may stay. The video goes on whether
+    that works or not."""
     now_ms = round(1000 * time.time())
     ttl_ms = round(1000 * gateway.settings.job_ttl_s)
     key = gateway.client.keys.videos
-    await gateway.client.ask(
-        Ask((
-            ("ZADD", key, "NX", now_ms, pushed.id),
-            ("ZREMRANGEBYSCORE", key, "-inf", now_ms - 2 * ttl_ms),
-            ("PEXPIRE", key, 2 * ttl_ms),
-        ))
-    )  # fmt: skip
+    ask = Ask((
+        ("ZADD", key, "NX", now_ms, pushed.id),
+        ("ZREMRANGEBYSCORE", key, "-inf", now_ms - 2 * ttl_ms),
+        ("PEXPIRE", key, 2 * ttl_ms),
+    ))  # fmt: skip
+    try:
+        await gateway.client.ask(ask)
+    except (RedisAway, RedisError) as error:
+        log.warning("video %s is not on the list: %s", pushed.id, error)
 
 
 @router.post(
@@ -207,7 +214,7 @@ async def content(
                           "made it, an animated PNG or WebP")
     ] = "video",
 ) -> Response:  # fmt: skip
-    """An MP4 is made when it is first asked for, and kept as long as the file."""
+    """An MP4 is made when it is asked for; the newest are kept."""
     if variant not in ("video", "original"):
         raise bad("variant", f"{variant!r:.64} is not made here; video and original are")
     result = finished(await _video(gateway, video_id))
