@@ -131,22 +131,24 @@ def look(keys: Keys, ticket: Ticket, result: bool = False) -> Plan[Sight]:
     ids = [ticket.id]
     if ticket.entry and ticket.entry != ticket.id:
         ids.append(ticket.entry)  # where a push is answered whose id belongs to another job
+    # In the order in which things come to be, so that a push which becomes a job in between is seen
+    # as one of the two, and an end with its result. A full Redis would refuse a MULTI.
     commands: list[tuple[Any, ...]] = []
+    if ticket.entry:
+        commands.append(("XRANGE", keys.jobs, ticket.entry, ticket.entry))
     for job in ids:
         commands.append(("HGETALL", keys.job(job)))
         commands.append(("GET", keys.result(job)) if result else ("EXISTS", keys.result(job)))
-    if ticket.entry:
-        commands.append(("XRANGE", keys.jobs, ticket.entry, ticket.entry))
-    # One moment: between two reads a push could become a job and be in neither.
-    replies = (yield Ask((("MULTI",), *commands, ("EXEC",))))[-1]
+    replies = yield Ask(tuple(commands))
+    pushes = replies.pop(0) if ticket.entry else []
     for i, job in enumerate(ids):
         record = JobRecord.of(job, _pairs(replies[2 * i]))
         mine = job == ticket.entry or ticket.content in ("", record.content)
         if record.status and mine:
             return Sight(record, job, replies[2 * i + 1] if result else None)
     if ticket.entry:
-        if replies[-1]:
-            return _pushed(ticket.id, *replies[-1][0])
+        if pushes:
+            return _pushed(ticket.id, *pushes[0])
         raise JobLost(ticket.id)
     return (yield from _look_among_pushes(keys, ticket, result))
 

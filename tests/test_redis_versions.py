@@ -47,7 +47,8 @@ def test_every_script_is_understood(anywhere: redis.Redis) -> None:
 def test_jobs_end_are_canceled_and_refused(
     server: RedisServer, anywhere: redis.Redis, keys: Keys, arena_path: str
 ) -> None:
-    """At maxmemory pushes are refused at the door, and what runs goes on to its end."""
+    """At maxmemory pushes are refused at the door, what runs goes on to its end, and whoever waits
+    for it hears of it."""
     with (
         processes(server.url, anywhere, keys, arena_path, noop="step_ms=5,state_kb=64") as pool,
         Client(server.url, prefix=keys.prefix) as client,
@@ -66,6 +67,8 @@ def test_jobs_end_are_canceled_and_refused(
         anywhere.config_set("maxmemory", 1)
         with pytest.raises(JobRefused, match="maxmemory"):
             client.submit("late")
+        assert client.status("running").status == "running"
+        assert client.wait("running", WAIT_S).status == "succeeded"
         pool.check("running", 200)
         anywhere.config_set("maxmemory", 0)
         pool.push("again", steps=2)

@@ -98,12 +98,12 @@ class Quota:
         looks: list[tuple[str, ...]] = []
         pushed = [(job, at) for job, at in held if "-" in at or int(at) < crashed_ms]
         for job, at in pushed:
-            looks += [("SISMEMBER", keys.active, job), ("XRANGE", keys.jobs, at, at)]
-        # One moment: between two reads a push could become a job and be in neither.
-        replies = (await self._client.ask(Ask((("MULTI",), *looks, ("EXEC",)))))[-1]
+            # In this order: a push that becomes a job in between is one or the other.
+            looks += [("XRANGE", keys.jobs, at, at), ("SISMEMBER", keys.active, job)]
+        replies = await self._client.ask(Ask(tuple(looks))) if looks else []
         gone = [
             job
-            for (job, _), active, unread in zip(pushed, replies[::2], replies[1::2], strict=True)
+            for (job, _), unread, active in zip(pushed, replies[::2], replies[1::2], strict=True)
             if not active and not unread
         ]
         if gone:

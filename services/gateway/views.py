@@ -59,7 +59,7 @@ def views(keys: Keys, jobs: Sequence[str]) -> Plan[list[View | None]]:
                 ("HGET", keys.trajectory(job), "spec"),
                 ("PTTL", keys.output(job, 0)),
             ]
-        replies = (yield Ask((("MULTI",), *commands, ("EXEC",))))[-1]
+        replies = yield Ask(tuple(commands))
         for i, job in enumerate(page):
             found.append(_view(job, *replies[COLUMNS * i : COLUMNS * (i + 1)]))
     return found
@@ -81,7 +81,8 @@ def _view(
         return None
     return View(
         record,
-        None if result is None else Result.from_wire(result),
+        # One that came just after the record was read is of the next look.
+        Result.from_wire(result) if result is not None and record.is_terminal else None,
         None if spec is None else JobSpec.from_wire(spec),
         round(time.time() + stays_ms / 1000) if stays_ms > 0 else None,
     )
