@@ -51,7 +51,7 @@ def same(a: Any, b: Any) -> bool:
         torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
         [torch.ones(1), None, torch.zeros(2)],
     ],
-    ids=lambda v: f"{type(v).__name__}-{str(v)[:18]!r}",
+    ids=lambda v: f"{type(v).__name__}-{v.shape if isinstance(v, torch.Tensor) else v!r:.18}",
 )  # fmt: skip
 def test_values_come_back_as_they_were(value: Any) -> None:
     """Type, dtype, strides and bits, tuples apart from lists, NumPy apart from Python."""
