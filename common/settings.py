@@ -118,6 +118,12 @@ class Settings(BaseSettings):
         description="where states are left: auto (the arena, Redis when it is full) or redis "
         "(readable from every host)",
     )
+    host_risk_s: float = Field(
+        0.0,
+        ge=0,
+        description="work on a job, in seconds, that may be lost with its host: jobs that have "
+        "cost more leave their states in Redis; 0: any",
+    )
 
     # scheduling
     policy: str = Field(

@@ -101,6 +101,7 @@ def make_stage(kind: str, settings: Settings, store: HandleStore) -> Stage:
     if kind == DENOISE:
         extra["budget_bytes"] = settings.device_budget_bytes
         extra["mixed_sizes"] = settings.mixed_sizes
+        extra["host_risk_s"] = settings.host_risk_s
     return build_stage(
         kind,
         settings.model,

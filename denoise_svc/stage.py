@@ -31,6 +31,7 @@ from common.models.step_cache import CacheState, Twins
 from common.models.values import is_finite
 from common.stage import DENOISE, Control, Outcome, Row, Task
 from denoise_svc.blocks import BlockPool
+from denoise_svc.checkpoints import Checkpoints
 from denoise_svc.footprint import Footprint
 from denoise_svc.residents import Residents
 
@@ -62,11 +63,14 @@ class DenoiseStage:
         limits: dict[str, int] | None = None,
         budget_bytes: int = 0,
         mixed_sizes: str = "auto",
+        host_risk_s: float = 0.0,
     ) -> None:
         """`cache_bytes` is the size of the block pool, `budget_bytes` all that this process may use
-        of its device (footprint.py); 0 is no limit on CPUs, and nearly all of a CUDA device."""
+        of its device (footprint.py); 0 is no limit on CPUs, and nearly all of a CUDA device.
+        `host_risk_s` is the work on a job that may be lost with this host (checkpoints.py)."""
         self.model = Model(model, DENOISE, device, dtype, threads, attention, name, mixed_sizes)
         self.store = store
+        self.checkpoints = Checkpoints(store, self.model.device, host_risk_s)
         pool = BlockPool(self.model.device, cache_bytes)
         self.residents = Residents(pool)
         self.footprint = Footprint(self.model.device, budget_bytes, pool.nbytes)
@@ -124,7 +128,12 @@ class DenoiseStage:
         of the largest forward that ran, and of the last one that did not fit its memory; the
         blocks, and the units that surely fit in a forward."""
         units = self.footprint.most_units()
-        return {**self._counts, **self.residents.counts(), "most_units": units}
+        counts = {
+            **self._counts,
+            **self.residents.counts(),
+            "far_checkpoints": self.checkpoints.far,
+        }
+        return {**counts, "most_units": units}
 
     def close(self) -> None:
         self.residents.clear()
@@ -293,12 +302,11 @@ class DenoiseStage:
         job.iteration, job.carried = done.iteration, done.carried
         step = job.step_at(job.iteration)
         _check_finite(job.carried, step)
-        written: dict[str, Handle] = {}
+        parts = {} if prepared is None else {state.PREPARED: prepared}
+        parts[state.LATENTS] = live.capture_latents(self.model.split, job)
+        spent_s = job.iteration * statistics.fmean(done.step_s) if done.step_s else 0.0
+        written = self.checkpoints.write(task.seq, row, parts, spent_s)
         try:
-            if prepared is not None:
-                written[state.PREPARED] = self._write(task, row, state.PREPARED, prepared)
-            latents = live.capture_latents(self.model.split, job)
-            written[state.LATENTS] = self._write(task, row, state.LATENTS, latents)
             if job.iteration < job.iterations:  # not to be used from here on
                 self.residents.put(row.job, task.seq, job, row.latest_s)
         except BaseException:
@@ -315,11 +323,6 @@ class DenoiseStage:
             step_s=step_s,
             rows=done.rows,
             skipped=job.skipped,
-        )
-
-    def _write(self, task: Task, row: Row, part: str, values: dict[str, Any]) -> Handle:
-        return self.store.put(
-            row.job, task.seq, part, parcels.write(part, values, self.model.device)
         )
 
     def _read(self, row: Row) -> dict[str, Any]:

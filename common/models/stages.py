@@ -56,14 +56,15 @@ def build_stage(
     fast_decode: bool = False,
     tiled_decode: bool = False,
     mixed_sizes: str = "auto",
+    host_risk_s: float = 0.0,
 ) -> Stage:
     """An encode, denoise or decode stage with its components loaded.
 
     `cache_bytes` bounds the encoder's embeddings or is the denoiser's block pool; None means their
     defaults. `budget_bytes` is all that a denoiser may use of its device; 0: no limit.
-    `fast_decode` and `tiled_decode` are the decoder's (decoder_svc/stage.py), `mixed_sizes` the
-    denoiser's (mixing.py). Raises RefusedModel (common/models/errors.py) where the model cannot
-    be served, naming file or component.
+    `fast_decode` and `tiled_decode` are the decoder's (decoder_svc/stage.py), `mixed_sizes`
+    (mixing.py) and `host_risk_s` (denoise_svc/checkpoints.py) the denoiser's. Raises RefusedModel
+    (common/models/errors.py) where the model cannot be served, naming file or component.
     """
     if kind not in STAGES:
         raise ValueError(f"stage {kind!r} is none of {', '.join(STAGES)}")
@@ -77,6 +78,7 @@ def build_stage(
     if kind == DENOISE:
         settings["budget_bytes"] = budget_bytes
         settings["mixed_sizes"] = mixed_sizes
+        settings["host_risk_s"] = host_risk_s
     stage: Stage = getattr(import_module(module), cls)(
         model,
         store,
