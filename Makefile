@@ -14,8 +14,10 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.demo
 
+# Two at a time: most tests wait for processes. TEST_PROCESSES=0 for one after another.
+TEST_PROCESSES ?= 2
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
