@@ -38,6 +38,7 @@ from fastapi import Request, Response
 from benchmarks.servers import pool_env
 from common.settings import Settings
 from services.pool.local import LocalPool
+from services.pool.redis_server import choose_port
 
 CONNECTIONS = 32
 FLOW_CONNECTIONS = 8
@@ -85,9 +86,7 @@ def serve() -> None:
 @contextmanager
 def gateway(pool: LocalPool) -> Iterator[tuple[int, int]]:
     """Port and process of a gateway of the pool, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_port()
     env = {**pool_env(pool), "SLACKWATER_HTTP_PORT": str(port), "SLACKWATER_HTTP_KEYS": ""}
     server = subprocess.Popen([sys.executable, "-m", "benchmarks.gateway", "--serve"], env=env)
     try:

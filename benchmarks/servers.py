@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
+
+from services.pool.redis_server import choose_port
 
 if TYPE_CHECKING:
     from services.pool.local import LocalPool
@@ -34,9 +35,7 @@ def redis_binary() -> str:
 @contextmanager
 def redis_server(*flags: str) -> Iterator[str]:
     """Its URL. `flags` are appended to the command line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_port()
     with tempfile.TemporaryDirectory(prefix="slackwater-redis-") as folder:
         server = subprocess.Popen(
             [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "",

@@ -1,5 +1,6 @@
 """What a launcher (services/pool) hands down to a process it starts: a pipe on which that says that
-it is ready, and to the gateway the sockets it listens on. Started by hand, it has neither."""
+it is ready, the socket on which it tells its figures, and to the gateway the sockets it listens on.
+Started by hand, it has none of them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import socket
 
 READY_FD = "SLACKWATER_READY_FD"
 HTTP_FDS = "SLACKWATER_HTTP_FDS"
+METRICS_FD = "SLACKWATER_METRICS_FD"
 
 
 def say_ready() -> None:
@@ -26,3 +28,9 @@ def say_ready() -> None:
 def http_sockets() -> list[socket.socket]:
     """Listening sockets that were handed down; none for a gateway that has to open its own."""
     return [socket.socket(fileno=int(fd)) for fd in os.environ.pop(HTTP_FDS, "").split()]
+
+
+def metrics_socket() -> socket.socket | None:
+    """The listening socket for this process' figures, if one was handed down; once."""
+    fd = os.environ.pop(METRICS_FD, "")
+    return socket.socket(fileno=int(fd)) if fd else None

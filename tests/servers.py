@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import random
 import re
 import shutil
 import socket
@@ -69,11 +71,30 @@ def has_tls(path: str) -> bool:
     return "No tls-cert-file" in said.stdout + said.stderr
 
 
+# Below the ports that the kernel gives to connections, which come and go by the hundred.
+PORTS = range(11_000, 31_000)
+APART = 20  # a pool's services take so many from `metrics_port` on
+
+
+def _ports() -> Iterator[int]:
+    """Of test processes that run side by side each has ports of its own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    ours = PORTS[int(worker) % 4 * APART :: 4 * APART]
+    first = random.SystemRandom().randrange(len(ours))  # another run may be under way
+    yield from itertools.cycle([*ours[first:], *ours[:first]])
+
+
+_next_ports = _ports()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens on; the APART - 1 above it are not given to others either."""
+    for port in itertools.islice(_next_ports, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
 class RedisServer:

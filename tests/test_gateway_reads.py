@@ -45,6 +45,11 @@ def seen(reply: list[Any] | None) -> dict[str, list[str]]:
     }
 
 
+def readers(redis_client: Any) -> set[str]:
+    """Connections whose last command was a read, also those of tests before this one."""
+    return {each["id"] for each in redis_client.client_list() if each["cmd"] == "xread"}
+
+
 async def until_waiting(reads: SharedReads, count: int) -> None:
     """Until so many wait and the reader blocks."""
     while reads.waiting != count or not reads._blocked:
@@ -103,10 +108,12 @@ def test_no_news_is_none_and_leaves_nothing_behind(run: Any) -> None:
 def test_a_lost_connection_is_told_and_the_next_read_has_a_new_one(
     run: Any, redis_client: Any
 ) -> None:
+    before = readers(redis_client)
+
     async def test(reads: SharedReads) -> None:
         waiting = asyncio.create_task(reads.read({"a": "0"}, WAIT_S))
         await until_waiting(reads, 1)
-        [reader] = [c["id"] for c in redis_client.client_list() if c["cmd"] == "xread"]
+        [reader] = readers(redis_client) - before
         redis_client.client_kill_filter(_id=reader)
         with pytest.raises(RedisConnectionError):
             await waiting
@@ -132,10 +139,12 @@ def test_closing_sends_everyone_home(run: Any) -> None:
 
 
 def test_a_thousand_wait_on_one_connection(run: Any, redis_client: Any) -> None:
+    before = readers(redis_client)
+
     async def test(reads: SharedReads) -> None:
         waiting = [asyncio.create_task(reads.read({f"s{i}": "0"}, WAIT_S)) for i in range(1000)]
         await until_waiting(reads, 1000)
-        assert len([c for c in redis_client.client_list() if c["cmd"] == "xread"]) == 1
+        assert len(readers(redis_client) - before) == 1
         pipe = redis_client.pipeline(transaction=False)
         for i in range(1000):
             pipe.xadd(f"s{i}", {"n": i})

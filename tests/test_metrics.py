@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,9 @@ from common.metrics.registry import Family, Registry
 from common.payload import Parcel
 from common.scripts import Ttls
 from common.settings import Settings
+from common.stage import DENOISE, ENCODE
 from services import metrics as all_metrics
+from services.cli.main import main
 from services.coordinator import events as ev
 from services.coordinator.build import build, core_maker
 from services.coordinator.metrics import CoordinatorMetrics
@@ -376,6 +380,28 @@ def test_processes_of_one_machine_take_one_port_after_another() -> None:
     finally:
         for port in ports:
             port.close()
+
+
+def test_who_follows_another_keeps_the_port() -> None:
+    """Prometheus finds a pool's processes where they were, after a restart and after a death."""
+
+    def since(address: str) -> float:
+        return scrape(address).of("process_start_time_seconds")
+
+    settings = Settings(noop=NOOP, metrics_port=free_port())
+    with LocalPool(settings=settings) as pool, pool.client() as client:
+        before = {each: since(each) for each in addresses(pool, 4).values()}
+        assert client.submit("x", num_inference_steps=2).wait(30).status == "succeeded"
+        assert main(["restart", "--redis", pool.redis_url]) == 0
+        [encoder] = pool.workers(ENCODE)
+        os.kill(encoder, signal.SIGKILL)
+        until(lambda: pool.workers(ENCODE) not in ([], [encoder]), "a new encoder")
+        pool.wait_settled(30)
+        after = {address: since(address) for address in before}
+        assert all(after[address] > before[address] for address in before)
+        pool.scale(DENOISE, 2)
+        pool.scale(DENOISE, 1)
+        assert addresses(pool, 4).keys() == SERVICES - {"gateway", "celery"}
 
 
 def test_hand_offs_are_timed_by_path(arena: Arena, redis_client: Any, keys: Keys) -> None:

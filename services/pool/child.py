@@ -6,14 +6,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.handed import READY_FD
+from common.handed import METRICS_FD, READY_FD
 
 PR_SET_PDEATHSIG = 1
 # Pauses before a restart: the first is short, since most deaths are single.
@@ -44,6 +45,9 @@ class Child:
     role: str = ""
     orphan_signal: int = signal.SIGKILL
     sockets: Sequence[int] = ()  # handed down to the process
+    # Opens the socket on which the process tells its figures; it is kept for those that follow.
+    listen: Callable[[], socket.socket] | None = None
+    figures: socket.socket | None = None
     announces: bool = False  # it says itself when it is ready (common/handed.py)
     process: subprocess.Popen[bytes] | None = None
     ready: bool = False
@@ -64,7 +68,8 @@ class Child:
         return self.process.pid if self.process is not None else 0
 
     def start(self) -> None:
-        """Raises OSError where the machine has no room for it, or there is no place for its log."""
+        """Raises OSError where the machine has no room for it, or there is no place for its log
+        or port."""
         parent, orphaned = os.getpid(), self.orphan_signal
         environment, handed, mouth = dict(self.environment), list(self.sockets), -1
 
@@ -81,6 +86,11 @@ class Child:
                 os.set_blocking(self._ear, False)
                 environment[READY_FD] = str(mouth)
                 handed.append(mouth)
+            if self.figures is None and self.listen is not None:
+                self.figures = self.listen()
+            if self.figures is not None:
+                environment[METRICS_FD] = str(self.figures.fileno())
+                handed.append(self.figures.fileno())
             with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
                     self.command,
@@ -98,6 +108,18 @@ class Child:
             if mouth >= 0:
                 os.close(mouth)
         self.started_at, self.ready, self.refused = time.monotonic(), False, ""
+
+    def follow(self, old: Child) -> None:
+        """Take what is the old one's for good: its device, and the port of its figures."""
+        self.environment = old.environment
+        self.figures = old.figures.dup() if old.figures is not None else None
+
+    def close(self) -> None:
+        """It is not started again."""
+        self._forget()
+        if self.figures is not None:
+            self.figures.close()
+            self.figures = None
 
     def announced(self) -> bool:
         """Whether this very process has said that it is ready."""

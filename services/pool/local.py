@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -28,6 +29,7 @@ from redis.exceptions import RedisError
 from common.arena import Arena, ArenaError
 from common.handed import HTTP_FDS
 from common.keys import Keys
+from common.metrics.http import listen as listen_metrics
 from common.settings import Settings, from_command_line
 from common.stage import DECODE, DENOISE, ENCODE, STAGES
 from services.pool import redis_server
@@ -308,11 +310,13 @@ class LocalPool:
                 env = {**environment, **handed, "SLACKWATER_HTTP_KEYS": settings.http_keys}
             if role == CELERY:
                 env = {**environment, "SLACKWATER_WEBHOOK_SECRET": settings.webhook_secret}
+            tells = settings.metrics_port > 0 and role != REDIS
             log_file = self.log_dir / f"{name}.log"
             return Child(
                 name, command, env, log_file, role=role, orphan_signal=orphan_signal(role),
                 longest_pause_s=self._longest_pause_s, sockets=sockets,
                 announces=role in (COORDINATOR, GATEWAY, CELERY),
+                listen=partial(listen_metrics, settings) if tells else None,
             )  # fmt: skip
 
         counts = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import re
 import shutil
 import socket
@@ -59,9 +60,15 @@ def find_server() -> str:
     )
 
 
+# Below the ports that the kernel gives to connections: one of those might be taken by a client that
+# tries to connect to this very server while it starts again.
+PORTS = range(31_000, 32_700)
+
+
 def choose_port(preferred: int | None = None) -> int:
     """`preferred` if it is free on 127.0.0.1, else any free port."""
-    for port in (preferred, 0) if preferred else (0,):
+    others = random.SystemRandom().sample(PORTS, len(PORTS))
+    for port in (preferred, *others) if preferred else others:
         with socket.socket() as probe:
             # As Redis itself does: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -227,6 +227,7 @@ class Supervisor(threading.Thread):
         if child.leaving:
             with self._lock:
                 self.children.remove(child)
+            child.close()
             return
         pid = child.pid
         child.bury()
@@ -321,7 +322,7 @@ class Supervisor(threading.Thread):
         used = {child.name for child in self.children}
         child = next(c for i in range(1, 10_000) if (c := self.make(role, i)).name not in used)
         if like is not None:
-            child.environment = like.environment  # its device above all
+            child.follow(like)
         self._start(child)
         with self._lock:
             self.children.append(child)
@@ -366,6 +367,7 @@ class Supervisor(threading.Thread):
             if child.role == REDIS:
                 child.ask_to_stop()
                 child.wait(time.monotonic() + 20.0)
+            child.close()
 
     def _answers(self) -> bool:
         """Whether Redis is there: a worker drains by telling it, and waits while it is not."""
