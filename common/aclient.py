@@ -6,7 +6,9 @@
             print(event.type, event.step)
         (await job.wait()).raise_for_status()
 
-A wait holds a connection while it blocks; canceling it gives the connection up.
+A wait holds a connection while it blocks; canceling it gives the connection up. As with the
+blocking client, only a silence of the connection counts as a Redis that is away, not how long a
+large reply takes.
 """
 
 from __future__ import annotations
@@ -14,35 +16,37 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common import asks
 from common.asks import Ask, Plan, Push, Ticket
 from common.client import (
-    AWAY,
     CONNECT_S,
     DEFAULT_URL,
     PATIENCE_S,
-    Patience,
     answer_s,
     checked,
     file_names,
-    full,
-    new_id,
+    id_or_new,
+    not_pushed,
+    parts_of,
+    pushes_of,
     write_whole,
 )
-from common.connect import async_pool
-from common.errors import JobRefused
+from common.connect import async_pool, on_bytes
+from common.errors import RedisAway
 from common.job import Result
 from common.keys import Keys
 from common.params import merge_manifests
+from common.patience import Patience, RedisRefused, is_away
 from common.record import JobEvent, JobRecord, WorkerRecord
 
 T = TypeVar("T")
@@ -61,28 +65,26 @@ class AsyncClient:
 
     async def submit(self, prompt: str, *, id: str | None = None, **params: Any) -> AsyncJobHandle:
         """As Client.submit."""
-        push = asks.typed_push(id or new_id(), {"prompt": prompt, **params})
+        push = asks.typed_push(id_or_new(id), {"prompt": prompt, **params})
         return (await self._push([push]))[0]
 
     async def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[AsyncJobHandle]:
         """As Client.submit_many."""
-        pushes = []
-        for job in jobs:
-            params = dict(job)
-            pushes.append(asks.typed_push(params.pop("id", None) or new_id(), params))
-        return await self._push(pushes)
+        return await self._push(pushes_of(jobs))
 
     async def submit_text(
         self, fields: Mapping[str, str], *, id: str | None = None
     ) -> AsyncJobHandle:
         """As Client.submit_text."""
-        return (await self._push([asks.text_push(id or new_id(), fields)]))[0]
+        return (await self._push([asks.text_push(id_or_new(id), fields)]))[0]
 
     async def _push(self, pushes: list[Push]) -> list[AsyncJobHandle]:
+        accepted: dict[int, Ticket] = {}
         try:
-            tickets = await self._do(asks.submit(self.keys, pushes))
-        except OutOfMemoryError as error:
-            raise JobRefused(full(pushes[0].id)) from error
+            tickets = await self._do(asks.submit(self.keys, pushes, accepted))
+        except (RedisRefused, RedisAway) as error:
+            handles = [AsyncJobHandle(self, accepted[i]) for i in sorted(accepted)]
+            raise not_pushed(error, pushes, accepted, handles) from error
         return [AsyncJobHandle(self, ticket) for ticket in tickets]
 
     # -- one job -------------------------------------------------------------------------
@@ -179,39 +181,60 @@ class AsyncClient:
             replies = await self._ask(ask, deadline)
 
     async def _ask(self, ask: Ask, deadline: float | None) -> list[Any]:
-        patience = Patience(self.patience, deadline)
+        patience = Patience(self.patience, deadline, self.url)
         while True:
             try:
                 return await self._round_trip(ask, deadline)
-            except AWAY as error:
+            except (RedisError, OSError) as error:
                 await asyncio.sleep(patience.pause_after(error))
 
     async def _round_trip(self, ask: Ask, deadline: float | None) -> list[Any]:
         if not ask.commands:
             return []
         try:
-            async with asyncio.timeout(answer_s(ask, deadline)):
-                return checked(await self._exchange(ask))
+            return checked(await self._exchange(ask, deadline), ask.one_by_one)
         except TimeoutError as error:
             raise RedisTimeoutError("Redis does not answer") from error
-
-    async def _exchange(self, ask: Ask) -> list[Any]:
-        pool: Any = self._pool  # half typed in redis-py
-        connection = await pool.get_connection()
-        replies: list[Any] = []
-        try:
-            await connection.send_packed_command(connection.pack_commands(ask.commands))
-            for _ in ask.commands:
-                try:
-                    replies.append(await connection.read_response())
-                except ResponseError as error:
-                    replies.append(error)
-        except BaseException:  # replies that nobody reads would be taken for the next one's
-            await connection.disconnect(nowait=True)
+        except ResponseError as error:
+            if is_away(error):  # see common.outage.connect_anew
+                await self._pool.disconnect(inuse_connections=False)
             raise
-        finally:
-            await pool.release(connection)
-        return replies
+
+    async def _exchange(self, ask: Ask, deadline: float | None) -> list[Any]:
+        """The replies, errors among them. Raises TimeoutError once nothing comes or goes."""
+        async with asyncio.timeout(answer_s(ask, deadline)) as silence:
+
+            def heard() -> None:
+                if not silence.expired():
+                    now = asyncio.get_running_loop().time()
+                    silence.reschedule(now + answer_s(ask, deadline))
+
+            pool: Any = self._pool  # half typed in redis-py
+            connection = await pool.get_connection()
+            try:
+                with on_bytes(connection, heard):
+                    await _send(connection, ask, heard)
+                    return [await _reply(connection) for _ in ask.commands]
+            except BaseException:  # replies that nobody reads would be taken for the next one's
+                await connection.disconnect(nowait=True)
+                raise
+            finally:
+                await pool.release(connection)
+
+
+async def _send(connection: Any, ask: Ask, sent: Callable[[], None]) -> None:
+    for n, part in enumerate(parts_of(connection.pack_commands(ask.commands))):
+        if not connection.is_connected:  # a new one must not begin in the middle of a command
+            raise RedisConnectionError("the connection was closed meanwhile")
+        await connection.send_packed_command(part, check_health=not n)
+        sent()
+
+
+async def _reply(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from common.record import GOES_ON, JobEvent, JobRecord, WorkerRecord, in_queue_o
 # A lost connection shows within this; see common.connect.
 BLOCK_S = 2.0
 PAGE = 500
-# How many unread pushes are looked through for an id.
+# How many unread pushes a list of jobs shows.
 PUSHES = 2000
 
 T = TypeVar("T")
@@ -32,10 +32,14 @@ Raw = dict[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Commands for one round trip; the reply may take `block_s` longer than usual."""
+    """Commands for one round trip; the reply may take `block_s` longer than usual.
+
+    With `one_by_one` an error stands in its command's place, unless asking again mends it.
+    """
 
     commands: tuple[tuple[Any, ...], ...]
     block_s: float = 0.0
+    one_by_one: bool = False
 
 
 Plan = Generator[Ask, list[Any], T]
@@ -70,6 +74,9 @@ class Push:
 
 def typed_push(job: str, params: Mapping[str, Any]) -> Push:
     """With values of their own type. Raises InvalidRequest for what cannot be sent."""
+    trace = params.get("traceparent")
+    if not isinstance(trace, str | None):
+        raise InvalidRequest("traceparent", f"must be text, not {type(trace).__name__}")
     for name, value in params.items():
         try:
             pack([name, value])
@@ -77,19 +84,32 @@ def typed_push(job: str, params: Mapping[str, Any]) -> Push:
             shown = str(name).encode("utf-8", "replace").decode()  # a name may be what is wrong
             raise InvalidRequest(shown, f"cannot be sent: {error}") from error
     content = dict(sorted(params.items()))
-    trace = content.pop("traceparent", None)  # beside the payload it is no part of the content
+    content.pop("traceparent", None)  # beside the payload it is no part of the content
     raw = {b"payload": pack(content)}
-    if isinstance(trace, str):
-        raw[TRACEPARENT] = trace.encode("utf-8", "replace")
+    if trace is not None:
+        raw[TRACEPARENT] = trace.encode()
     return _checked(Push(job, raw))
 
 
 def text_push(job: str, fields: Mapping[str, str]) -> Push:
-    """With values as text, as from redis-cli: the model's manifest says what they are."""
-    return _checked(Push(job, {k.encode(): v.encode() for k, v in fields.items()}))
+    """With values as text, as from redis-cli: the model's manifest says what they are.
+
+    Raises InvalidRequest for what cannot be sent.
+    """
+    raw = {}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(str(name), f"must be text, not {type(value).__name__}")
+        try:
+            raw[name.encode()] = value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(name, f"cannot be sent: it is not UTF-8 ({error})") from error
+    return _checked(Push(job, raw))
 
 
 def _checked(push: Push) -> Push:
+    if not isinstance(push.id, str):
+        raise InvalidRequest("id", f"must be text, not {type(push.id).__name__}")
     if not ID.fullmatch(push.id):
         raise InvalidRequest(
             "id",
@@ -102,16 +122,24 @@ def _checked(push: Push) -> Push:
     return push
 
 
-def submit(keys: Keys, pushes: Sequence[Push]) -> Plan[list[Ticket]]:
-    tickets: list[Ticket] = []
+def submit(
+    keys: Keys, pushes: Sequence[Push], accepted: dict[int, Ticket] | None = None
+) -> Plan[list[Ticket]]:
+    """Push; `accepted` is filled as it goes, by place in `pushes`, for when not all can be pushed.
+
+    Raises the first refusal, once all of a page have been tried.
+    """
+    tickets: dict[int, Ticket] = {} if accepted is None else accepted
     for at in range(0, len(pushes), PAGE):
         page = pushes[at : at + PAGE]
-        entries = yield Ask(tuple(push.ask(keys) for push in page))
-        tickets += [
-            Ticket(push.id, entry.decode(), push.content)
-            for push, entry in zip(page, entries, strict=True)
-        ]
-    return tickets
+        replies = yield Ask(tuple(push.ask(keys) for push in page), one_by_one=True)
+        for i, (push, reply) in enumerate(zip(page, replies, strict=True), at):
+            if not isinstance(reply, Exception):
+                tickets[i] = Ticket(push.id, reply.decode(), push.content)
+        refused = [reply for reply in replies if isinstance(reply, Exception)]
+        if refused:
+            raise refused[0]
+    return [tickets[i] for i in range(len(pushes))]
 
 
 # -- one job -------------------------------------------------------------------------------
@@ -164,10 +192,14 @@ def _look_again(keys: Keys, ticket: Ticket, was_seen: bool, result: bool = False
 
 
 def _look_among_pushes(keys: Keys, ticket: Ticket, result: bool) -> Plan[Sight]:
-    [entries] = yield Ask((("XREVRANGE", keys.jobs, "+", "-", "COUNT", PUSHES),))
-    for entry, flat in entries:
-        if id_of(entry.decode(), _pairs(flat)) == ticket.id:
-            return _pushed(ticket.id, entry, flat)
+    """Through all that nobody has read yet, the latest first."""
+    before, entries = "+", [()]
+    while entries:
+        [entries] = yield Ask((("XREVRANGE", keys.jobs, before, "-", "COUNT", PAGE),))
+        for entry, flat in entries:
+            if id_of(entry.decode(), _pairs(flat)) == ticket.id:
+                return _pushed(ticket.id, entry, flat)
+            before = f"({entry.decode()}"
     # It may have been read in between.
     fields, found = yield Ask((("HGETALL", keys.job(ticket.id)), ("GET", keys.result(ticket.id))))
     record = JobRecord.of(ticket.id, _pairs(fields))
@@ -309,7 +341,8 @@ def statuses(keys: Keys, jobs: Sequence[str]) -> Plan[list[JobRecord | None]]:
 
 
 def ps(keys: Keys, ended: bool = False) -> Plan[list[JobRecord]]:
-    """Active jobs in queue order, unread pushes last; `ended` adds those whose record remains."""
+    """Active jobs in queue order, then the first PUSHES of the unread pushes; `ended` adds those
+    whose record remains."""
     active, pushes = yield Ask(
         (("SMEMBERS", keys.active), ("XRANGE", keys.jobs, "-", "+", "COUNT", PUSHES))
     )

@@ -8,7 +8,8 @@
 Whatever the end, `wait` returns the Result; `raise_for_status()` on it, and everything that
 needs a picture (`output`, `save`), raises for a job that did not succeed.
 
-Names without a unit are seconds (`timeout`). A client may be used by many threads.
+Names without a unit are seconds (`timeout`). A client may be used by many threads; each of them
+that waits holds a connection.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common import asks
 from common.asks import Ask, Plan, Push, Ticket
 from common.connect import pool
-from common.errors import JobRefused, RedisAway, WaitTimeout
+from common.errors import JobRefused, RedisAway
 from common.job import ErrorCode, JobStatus, OutputFile, Result
 from common.keys import Keys
+from common.outage import connect_anew
 from common.params import merge_manifests
+from common.patience import Patience, RedisFull, RedisRefused, is_away, refusal
 from common.record import JobEvent, JobRecord, WorkerRecord
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
@@ -42,7 +44,8 @@ ANSWER_S = 5.0
 CONNECT_S = 2.0
 # How long a Redis that went away is waited for: a restart or a failover.
 PATIENCE_S = 30.0
-AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
+# What is sent at once, so that a slow connection has time for each part.
+PART_BYTES = 64 * 1024
 SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
     "video/mp4": ".mp4", "application/json": ".json",
@@ -66,28 +69,31 @@ class Client:
         """Push one job; `params` are the model's (docs/protocol.md) and slo_ms, priority, …
 
         Same id and same content is the same job. Raises InvalidRequest for what cannot be
-        sent, JobRefused where Redis is full, RedisAway; what the pool refuses shows in `wait`.
+        sent, JobRefused where Redis is full, RedisRefused, RedisAway; what the pool refuses
+        shows in `wait`.
         """
-        return self._push([asks.typed_push(id or new_id(), {"prompt": prompt, **params})])[0]
+        return self._push([asks.typed_push(id_or_new(id), {"prompt": prompt, **params})])[0]
 
     def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[JobHandle]:
-        """Push jobs, each a map of its parameters (and `id`), a few hundred a round trip."""
-        pushes = []
-        for job in jobs:
-            params = dict(job)
-            pushes.append(asks.typed_push(params.pop("id", None) or new_id(), params))
-        return self._push(pushes)
+        """Push jobs, each a map of its parameters (and `id`), a few hundred a round trip.
+
+        Raises as `submit`; the error's `accepted` are handles of the jobs that were pushed
+        before it, its `ids` the ids of the others.
+        """
+        return self._push(pushes_of(jobs))
 
     def submit_text(self, fields: Mapping[str, str], *, id: str | None = None) -> JobHandle:
         """Push a job whose values are text, as from redis-cli: "20" becomes 20 where a number
         is wanted."""
-        return self._push([asks.text_push(id or new_id(), fields)])[0]
+        return self._push([asks.text_push(id_or_new(id), fields)])[0]
 
     def _push(self, pushes: list[Push]) -> list[JobHandle]:
+        accepted: dict[int, Ticket] = {}
         try:
-            tickets = self._do(asks.submit(self.keys, pushes))
-        except OutOfMemoryError as error:
-            raise JobRefused(full(pushes[0].id)) from error
+            tickets = self._do(asks.submit(self.keys, pushes, accepted))
+        except (RedisRefused, RedisAway) as error:
+            handles = [JobHandle(self, accepted[i]) for i in sorted(accepted)]
+            raise not_pushed(error, pushes, accepted, handles) from error
         return [JobHandle(self, ticket) for ticket in tickets]
 
     # -- one job -------------------------------------------------------------------------
@@ -113,7 +119,10 @@ class Client:
         return self._events(Ticket(id), timeout)
 
     def cancel(self, id: str) -> None:
-        """Ask that a job be canceled, also one that has not arrived yet."""
+        """Ask that a job be canceled, also one that has not arrived yet.
+
+        Raises RedisRefused at maxmemory, where Redis takes no cancels either.
+        """
         self._do(asks.cancel(self.keys, Ticket(id)))
 
     def output(self, id: str, n: int = 0) -> bytes:
@@ -190,11 +199,11 @@ class Client:
 
     def _ask(self, ask: Ask, deadline: float | None) -> list[Any]:
         """One round trip, repeated while Redis is away, for `patience` seconds at most."""
-        patience = Patience(self.patience, deadline)
+        patience = Patience(self.patience, deadline, self.url)
         while True:
             try:
                 return self._round_trip(ask, deadline)
-            except AWAY as error:
+            except (RedisError, OSError) as error:
                 time.sleep(patience.pause_after(error))
 
     def _round_trip(self, ask: Ask, deadline: float | None) -> list[Any]:
@@ -202,7 +211,7 @@ class Client:
             return []
         connection: Any = self._pool.get_connection()
         try:
-            connection.send_packed_command(connection.pack_commands(ask.commands))
+            connection.send_packed_command(parts_of(connection.pack_commands(ask.commands)))
             replies: list[Any] = []
             for _ in ask.commands:
                 if not connection.can_read(answer_s(ask, deadline)):
@@ -216,7 +225,12 @@ class Client:
             raise
         finally:
             self._pool.release(connection)
-        return checked(replies)
+        try:
+            return checked(replies, ask.one_by_one)
+        except ResponseError as error:
+            if is_away(error):
+                connect_anew(self._pool)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +277,9 @@ class JobHandle:
     def save(self, directory: str | Path = ".") -> list[Path]:
         """Write every output to `directory`: {id}.png, or {id}-0.png, {id}-1.png, …
 
-        The job must have ended; raises JobError if it did not succeed.
+        A ":" becomes "_". Files of that name are replaced: jobs whose ids differ in that alone, or
+        by a "-0" at their ends, want folders of their own. Raises JobError for a job that did not
+        succeed.
         """
         outputs = (self.result() or self.wait()).raise_for_status().outputs
         paths = file_names(self.id, outputs, Path(directory))
@@ -275,26 +291,6 @@ class JobHandle:
 # -- shared with the asyncio client ----------------------------------------------------------
 
 
-class Patience:
-    """How long to go on with a Redis that is away."""
-
-    def __init__(self, patience_s: float, deadline: float | None) -> None:
-        self._until = time.monotonic() + patience_s
-        self._deadline = deadline
-        self._pause_s = 0.02
-
-    def pause_after(self, error: Exception) -> float:
-        """Seconds to wait before the next try. Raises WaitTimeout or RedisAway."""
-        now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
-            raise WaitTimeout(f"no answer from Redis in the given time: {error}") from error
-        if now >= self._until:
-            raise RedisAway(f"Redis is away: {error}") from error
-        ends = [self._until, *([] if self._deadline is None else [self._deadline])]
-        pause, self._pause_s = self._pause_s, min(1.0, self._pause_s * 2)
-        return max(0.0, min(pause, min(ends) - now))
-
-
 def answer_s(ask: Ask, deadline: float | None) -> float:
     """How long one reply may take: within the deadline, and a little for the way back."""
     patience = ask.block_s + ANSWER_S
@@ -303,12 +299,23 @@ def answer_s(ask: Ask, deadline: float | None) -> float:
     return min(patience, max(0.0, deadline - time.monotonic()) + 0.1)
 
 
-def checked(replies: list[Any]) -> list[Any]:
-    """`replies` without errors among them; raises the first."""
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+def parts_of(packed: Iterable[bytes]) -> Iterator[bytes]:
+    """Packed commands in pieces of PART_BYTES at most."""
+    for chunk in packed:
+        for at in range(0, len(chunk), PART_BYTES):
+            yield chunk[at : at + PART_BYTES]
+
+
+def checked(replies: list[Any], one_by_one: bool) -> list[Any]:
+    """`replies`, of which with `one_by_one` some may be RedisRefused; without, the first error is
+    raised. What asking again mends is raised in any case."""
+    errors = [reply for reply in replies if isinstance(reply, Exception)]
+    for error in errors:
+        if is_away(error):
+            raise error
+    if errors and not one_by_one:
+        raise errors[0]
+    return [refusal(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
 
 def new_id() -> str:
@@ -316,12 +323,44 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-def full(job: str) -> Result:
+def id_or_new(id: str | None) -> str:
+    return new_id() if id is None else id
+
+
+def pushes_of(jobs: Iterable[Mapping[str, Any]]) -> list[Push]:
+    """Pushes of maps of parameters. Raises InvalidRequest."""
+    pushes = []
+    for job in jobs:
+        params = dict(job)
+        pushes.append(asks.typed_push(id_or_new(params.pop("id", None)), params))
+    return pushes
+
+
+def not_pushed(
+    error: RedisRefused | RedisAway, pushes: list[Push], accepted: Iterable[int], handles: list[Any]
+) -> RedisRefused | RedisAway | JobRefused:
+    """The error of a push, with what became of each job; `handles` are those of `accepted`."""
+    there = set(accepted)
+    ids = tuple(push.id for i, push in enumerate(pushes) if i not in there)
+    said: RedisRefused | RedisAway | JobRefused = type(error)(str(error))
+    if isinstance(error, RedisFull):
+        said = JobRefused(full(ids[0], len(there), len(pushes)))
+    elif isinstance(error, RedisAway):
+        which = f"job {ids[0]}" if len(ids) == 1 else f"{len(ids)} of {len(pushes)} jobs (`ids`)"
+        said = RedisAway(f"{error}; whether {which} arrived is not known: pushed again with the "
+                         "same id and content it is the same job")  # fmt: skip
+    said.accepted, said.ids = tuple(handles), ids
+    return said
+
+
+def full(job: str, accepted: int = 0, of: int = 1) -> Result:
+    """The result of a push that Redis had no room for; of a number, `accepted` were pushed."""
+    part = "" if of == 1 else f" ({accepted} of {of} were pushed)"
     return Result(
         id=job,
         status=JobStatus.FAILED,
         error_code=ErrorCode.QUEUE_FULL,
-        error="Redis is at maxmemory and takes no new jobs; try again in 10 s",
+        error=f"Redis is at maxmemory and takes no new jobs{part}; try again in 10 s",
         retry_after_s=10.0,
     )
 

@@ -10,6 +10,8 @@ ends at its first write.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import redis
@@ -38,6 +40,8 @@ WRITE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 # A Sentinel that is there answers at once; there are others to ask.
 SENTINEL_TIMEOUT_S = 1.0
+# Each wait holds a connection; redis-py's own bound, 100, would look like a Redis that is away.
+MAX_CONNECTIONS = 2**31 - 1
 
 
 def blocking(url: str) -> redis.Redis:
@@ -89,12 +93,31 @@ def async_pool(
     return made
 
 
+@contextlib.contextmanager
+def on_bytes(connection: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Call `call` for whatever an asyncio connection receives inside: redis-py times whole replies,
+    and one of many megabytes is no sign of a dead connection."""
+    reader = connection._reader
+    feed = reader.feed_data
+
+    def feed_and_call(data: bytes) -> None:
+        feed(data)
+        call()
+
+    reader.feed_data = feed_and_call
+    try:
+        yield
+    finally:
+        del reader.feed_data
+
+
 def _options(meant: RedisUrl, timeout_s: float | None, connect_timeout_s: float) -> dict[str, Any]:
     """As redis-py's from_url: what stands in the URL wins."""
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": connect_timeout_s,
         "protocol": 2,
+        "max_connections": MAX_CONNECTIONS,
         **_parse_url(meant.url),
     }
     if meant.credentials is not None:

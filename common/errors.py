@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from common.job import Result
 
 
 class SlackwaterError(Exception):
-    """All errors of the client."""
+    """All errors of the client; common/checks.py and common/patience.py have two more."""
+
+
+class OfPush:
+    """What an error of `submit…` says of its jobs: `accepted` are handles of those that are pushed
+    all the same, `ids` the ids of the others, in their order.
+
+    Where Redis went away, one of `ids` may have been pushed and only the reply lost: the same push
+    again, with its id, is the same job.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    ids: tuple[str, ...] = ()
 
 
 class JobError(SlackwaterError):
@@ -22,7 +34,7 @@ class JobError(SlackwaterError):
         self.error_code = result.error_code
 
 
-class JobRefused(JobError):
+class JobRefused(JobError, OfPush):
     """A push that never became a job: invalid_request, conflict or queue_full.
 
     `field` is the parameter to change, `retry_after_s` when to try again, where that helps.
@@ -81,8 +93,8 @@ class WaitTimeout(SlackwaterError, TimeoutError):
     """The time given to wait is over; the job goes on."""
 
 
-class RedisAway(SlackwaterError, ConnectionError):
-    """Redis did not answer for as long as the client was told to be patient."""
+class RedisAway(SlackwaterError, OfPush, ConnectionError):
+    """Redis did not answer, or took no writes, for as long as the client was told to be patient."""
 
 
 def raise_for(result: Result) -> None:

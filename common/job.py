@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -121,6 +121,11 @@ class OutputFile:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, wire: dict[str, Any]) -> OutputFile:
+        """From a result; what a later version says beyond is left out."""
+        return cls(**{f.name: wire[f.name] for f in fields(cls)})
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -180,7 +185,7 @@ class Result:
         return cls(
             id=wire["id"],
             status=known_status(wire["status"]),
-            outputs=tuple(OutputFile(**o) for o in wire["outputs"]),
+            outputs=tuple(OutputFile.of(o) for o in wire["outputs"]),
             params=wire["params"],
             seed=wire["seed"],
             timings=wire["timings"],

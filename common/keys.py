@@ -156,6 +156,10 @@ class Keys:
         """string with a TTL: the n-th file's bytes before finish moved them."""
         return f"{self.prefix}staged:{job}:{seq}:{n}"
 
+    def latents(self, job: str, seq: int, part: str) -> str:
+        """hash with a TTL: a state that was spilled, in pieces (common/spill.py)."""
+        return f"{self.prefix}latents:{job}:{seq}:{part}"
+
     def preview(self, job: str) -> str:
         """hash with a TTL: a small picture of what a running job has come to, and at which step."""
         return f"{self.prefix}preview:{job}"

@@ -1,12 +1,37 @@
-"""Waiting for a Redis that is away."""
+"""Waiting for a Redis that is away, or takes no writes for now."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
+from typing import Any
+
+from redis.exceptions import ClusterDownError, ReadOnlyError, ResponseError, TryAgainError
 
 log = logging.getLogger("slackwater.worker")
+
+# Replies of a node that cannot serve now: a replica, a cluster that is being mended, and by their
+# first word, for which redis-py has no classes, one that has too few replicas or a full disk.
+# Before Redis 7 a script that meets with any of them says so in a sentence of its own.
+ELSEWHERE = (ReadOnlyError, ClusterDownError, TryAgainError)
+NOT_NOW = re.compile("(Error running script .* -)?(NOREPLICAS|MISCONF|READONLY) ")
+
+
+def cannot_now(reply: Any) -> bool:
+    """Whether Redis takes no writes for now, whatever they are; nothing was done."""
+    if isinstance(reply, ELSEWHERE):
+        return True
+    return isinstance(reply, ResponseError) and NOT_NOW.match(str(reply)) is not None
+
+
+def connect_anew(pool: Any) -> None:
+    """Have what follows go over new connections, after a reply of a node that cannot serve now: an
+    address that stands for whoever is the master may lead to another node by now. Connections
+    that other threads use stay.
+    """
+    pool.disconnect(inuse_connections=False)
 
 
 class Outage:

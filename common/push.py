@@ -38,8 +38,9 @@ def read_push(entry: str, raw: Mapping[bytes, bytes]) -> Push:
     fields: dict[str, Any] = {}
     if b"payload" in raw:
         fields = _read_payload(raw[b"payload"])
-        if "id" in fields and b"id" in raw:
-            raise InvalidRequest("id", "given beside the payload and inside it; give it once")
+        for name in ("id", TRACEPARENT.decode()):
+            if name in fields and name.encode() in raw:
+                raise InvalidRequest(name, "given beside the payload and inside it; give it once")
         extra = sorted(k.decode("utf-8", "replace") for k in raw if k not in BESIDE)
         if extra:
             raise InvalidRequest(
@@ -78,8 +79,20 @@ def id_of(entry: str, raw: Mapping[bytes, bytes]) -> str:
 def content_of(raw: Mapping[bytes, bytes]) -> str:
     """Hash of what was pushed, whatever the order of its fields, without the id and the trace:
     a push that is sent again is another span."""
-    items = sorted((k, v) for k, v in raw.items() if k not in (b"id", TRACEPARENT))
-    return hashlib.sha256(pack([[k, v] for k, v in items])).hexdigest()
+    said = {k: v for k, v in raw.items() if k not in (b"id", TRACEPARENT)}
+    if TRACEPARENT in said.get(b"payload", b""):
+        said[b"payload"] = _untraced(said[b"payload"])
+    return hashlib.sha256(pack([[k, v] for k, v in sorted(said.items())])).hexdigest()
+
+
+def _untraced(payload: bytes) -> bytes:
+    """A payload without the trace in it, as the Python client would have packed it."""
+    try:
+        fields = _read_payload(payload)
+        fields.pop(TRACEPARENT.decode(), None)
+        return pack(dict(sorted(fields.items())))
+    except (InvalidRequest, ValueError, TypeError, OverflowError):
+        return payload  # it is refused, or has a number that no other push would repeat
 
 
 def _read_payload(data: bytes) -> dict[str, Any]:

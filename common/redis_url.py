@@ -6,8 +6,8 @@
 
 Options follow a "?": `password_file=/path` (read anew at each connection, so that a password can
 be changed) or `password_env=NAME` of an environment variable, which may be unset: no password;
-`ssl_ca_certs=/path` and redis-py's other `ssl_…`; with Sentinels `sentinel_username`,
-`sentinel_password` and `sentinel_password_file` for the Sentinels themselves.
+`ssl_ca_certs=/path` and redis-py's other `ssl_…`; those in OPTIONS; with Sentinels
+`sentinel_username`, `sentinel_password` and `sentinel_password_file` for the Sentinels themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from redis.credentials import CredentialProvider
 SENTINEL_PORT = 26379
 SENTINEL_SCHEMES = {"sentinel": "redis", "sentinels": "rediss"}
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
+# Those of redis-py's that leave replies as they are read here; the names of others are refused.
+OPTIONS = frozenset({
+    "db", "username", "password", "client_name", "max_connections", "health_check_interval",
+    "socket_timeout", "socket_connect_timeout", "socket_keepalive",
+})  # fmt: skip
 # Whatever is secret among the options.
 SECRET = re.compile(r"password(?!_file|_env)", re.IGNORECASE)
 
@@ -97,6 +102,9 @@ def _parse(url: str) -> RedisUrl:
     elif variable and os.environ.get(variable):
         login, at = f"{user}:{quote(os.environ[variable], safe='')}", "@"
     tls = parts.scheme in ("rediss", "sentinels")
+    if parts.scheme in SENTINEL_SCHEMES:
+        asked = _sentinel_options(options)
+    _check_options(options)
     if not tls and any(name.startswith("ssl_") for name in options):
         raise _Known("has ssl_ options, which want rediss:// or sentinels://")
     if parts.scheme not in SENTINEL_SCHEMES:
@@ -107,12 +115,23 @@ def _parse(url: str) -> RedisUrl:
     service, _, db = parts.path.strip("/").partition("/")
     if not where or not service:
         raise _Known("a sentinel:// URL is like sentinel://host:26379,other:26379/mymaster/0")
-    asked = _sentinel_options(options)
     if tls:
         asked |= {"ssl": True, **{k: v for k, v in options.items() if k.startswith("ssl_")}}
     # The host is the one that the Sentinels will name.
     plain = _joined(SENTINEL_SCHEMES[parts.scheme], f"{login}{at}sentinel", f"/{db or 0}", options)
     return RedisUrl(plain, credentials, _hosts(where), unquote(service), asked)
+
+
+def _check_options(options: dict[str, str]) -> None:
+    if options.get("protocol") == "2":  # which it is anyway
+        del options["protocol"]
+    for name in options:
+        if name not in OPTIONS and not name.startswith("ssl_"):
+            raise _Known(
+                f"has the option {name[:32]!r}, which cannot be used here; there are "
+                f"{', '.join(sorted(OPTIONS))}, ssl_…, password_file, password_env and, with "
+                "Sentinels, sentinel_…"
+            )
 
 
 def _joined(scheme: str, netloc: str, path: str, options: dict[str, str]) -> str:
@@ -147,14 +166,24 @@ def _hosts(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
+def user_of(url: str) -> str:
+    """Who logs in."""
+    try:
+        return unquote(urlsplit(url).username or "") or "default"
+    except ValueError:
+        return "?"
+
+
 def shown(url: str) -> str:
     """The URL without its secrets, for people and logs; of one that cannot be read, too little."""
     scheme, separator, rest = url.partition("://")
-    login, at, where = rest.rpartition("@")
     if not separator:
         return "***" if "@" in url else url
+    where, question, query = rest.partition("?")
+    if "@" in query:  # the "?" may be one of the password's characters, or the "@" be in an option
+        return f"{scheme}://***"
+    login, at, where = where.rpartition("@")
     if ":" in login:
         login = login.partition(":")[0] + ":***"
-    where, question, query = where.partition("?")
     pairs = [(k, "***" if SECRET.search(k) else v) for k, v in parse_qsl(query)]
     return f"{scheme}://{login}{at}{where}{question}" + urlencode(pairs, safe="*/", quote_via=quote)

@@ -13,34 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from redis.exceptions import (
-    ClusterDownError,
-    NoScriptError,
-    ReadOnlyError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import NoScriptError, ResponseError
 
 from common.job import JobSpec
 from common.keys import Keys
 from common.messages import TaskRow, pack_task
+from common.outage import cannot_now, connect_anew
 
 LUA = Path(__file__).parent / "lua"
 SOURCES = {path.stem: path.read_text() for path in sorted(LUA.glob("*.lua"))}
 SHA = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in SOURCES.items()}
-
-
-# Replies of a node that cannot serve now: a replica, a cluster that is being mended, and by their
-# first word, for which redis-py has no classes, one that has too few replicas or a full disk.
-ELSEWHERE = (ReadOnlyError, ClusterDownError, TryAgainError)
-NOT_NOW = ("NOREPLICAS", "MISCONF")
-
-
-def cannot_now(reply: Any) -> bool:
-    """Whether Redis takes no writes for now, whatever they are; nothing was done."""
-    if isinstance(reply, ELSEWHERE):
-        return True
-    return isinstance(reply, ResponseError) and str(reply).startswith(NOT_NOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +88,7 @@ class Scripts:
         replies: list[Any] = pipe.execute(raise_on_error=False)
         for reply in replies:
             if cannot_now(reply):
+                connect_anew(pipe.connection_pool)
                 raise reply
         return replies
 
@@ -120,8 +103,8 @@ def ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ttls:
-    """How long ended things stay, in seconds. Record >= output >= result, so that “expired”
-    can be told from “unknown”."""
+    """How long ended things stay, in seconds. The record stays longest, so that “expired” can be
+    told from “unknown”."""
 
     result_s: float = 24 * 3600
     output_s: float = 24 * 3600
@@ -284,7 +267,7 @@ class Transitions:
     # -- the janitor's: safe at any moment, so no nonce ----------------------------------
 
     def sweep(self, key: str, job: str, act: bool) -> Call:
-        return Call("sweep", (self.keys.active, key, self.keys.trajectory(job)), (str(int(act)),))
+        return Call("sweep", (key, self.keys.trajectory(job)), (str(int(act)),))
 
     def lapse(
         self, key: str, ttl_s: float, act: bool, jobs: Sequence[str] = (),

@@ -1,11 +1,11 @@
 """States in Redis, in pieces: where a handle goes when the arena is full or the reader elsewhere.
 
-One hash per state, `{prefix}latents:{job}:{seq}:{part}`: fields "0", "1", … are its pieces, and
-"c:{token}" one claim each, its value the job that holds it. The hash goes with its last claim,
-or with its TTL, so nothing leaks even if everybody dies.
+One hash per state, `Keys.latents`: fields "0", "1", … are its pieces, and
+"c:{token}" the claim on them, its value their job. The hash goes with its claim, or with its TTL,
+so nothing leaks even if everybody dies.
 
-A Redis that is away is waited for, as a worker's reports wait: a failed put would lose the chunk
-that was computed.
+A Redis that is away, or takes no writes for now, is waited for, as a worker's reports wait: a
+failed put would lose the chunk that was computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError as Disconnected
-from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as NoReply
 
-from common.outage import Outage
+from common.keys import Keys
+from common.outage import Outage, cannot_now, connect_anew
 
 T = TypeVar("T")
 
@@ -28,27 +29,14 @@ T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 # Longer than any job may wait; only what nobody freed lives until then.
 TTL_S = 86_400.0
-# Away for now: restarting, loading its file, or no longer the master.
-AWAY = (Disconnected, NoReply, ReadOnlyError, OSError)
+# Away for now: restarting, or loading its file.
+AWAY = (Disconnected, NoReply, OSError)
 
-# Hold a state a second time.
-# KEYS  1 state hash   ARGV  1 a claim field   2 the new claim field   3 its job   4 ttl (ms) or 0
-# Reply 1, or 0 if the first claim is gone.
-SHARE = """
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
-if ARGV[4] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[4]) end
-return 1
-"""
-
-# Give a claim back, and the state with its last one.
+# Give a claim back, and its state with it.
 # KEYS  1 state hash   ARGV  1 the claim field
 # Reply 1, or 0 if the claim was gone already. The first write is a delete.
 FREE = """
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
-for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  if string.sub(field, 1, 2) == 'c:' then return 1 end
-end
 redis.call('UNLINK', KEYS[1])
 return 1
 """
@@ -68,9 +56,8 @@ class Spill:
             )
         if piece_bytes < 1:
             raise ValueError(f"piece_bytes must be positive, got {piece_bytes}")
-        self._redis, self._prefix, self._piece = redis, prefix, piece_bytes
+        self._redis, self._keys, self._piece = redis, Keys(prefix), piece_bytes
         self._ttl_ms = round(ttl_s * 1000) if ttl_s else 0
-        self._share = redis.register_script(SHARE)
         self._free = redis.register_script(FREE)
         self._leaving = threading.Event()
 
@@ -80,7 +67,7 @@ class Spill:
 
     def put(self, job: str, seq: int, part: str, payload: memoryview) -> dict[str, Any]:
         """Write `payload`; its location. A death on the way leaves pieces with a TTL."""
-        key, claim = f"{self._prefix}latents:{job}:{seq}:{part}", "c:" + secrets.token_hex(4)
+        key, claim = self._keys.latents(job, seq, part), "c:" + secrets.token_hex(4)
         starts = range(0, len(payload), self._piece)
 
         def write() -> None:
@@ -115,13 +102,6 @@ class Spill:
             at += len(piece)
         return at if self._redis.hexists(key, location["claim"]) else None
 
-    def share(self, location: dict[str, Any], job: str) -> dict[str, Any] | None:
-        """The location of a second claim, or None if this one is gone."""
-        claim = "c:" + secrets.token_hex(4)
-        args = [location["claim"], claim, job, self._ttl_ms]
-        shared = self._patiently(lambda: self._share([location["key"]], args))
-        return {**location, "claim": claim} if shared else None
-
     def free(self, location: dict[str, Any]) -> bool:
         """Give the claim back; False if it was gone."""
         return bool(self._patiently(lambda: self._free([location["key"]], [location["claim"]])))
@@ -134,9 +114,12 @@ class Spill:
                 answer = work()
                 outage.over()
                 return answer
-            except AWAY as error:
-                if self._leaving.is_set():
+            except (RedisError, OSError) as error:
+                refused = cannot_now(error)
+                if self._leaving.is_set() or not (refused or isinstance(error, AWAY)):
                     raise
+                if refused:
+                    connect_anew(self._redis.connection_pool)
                 outage.failed(error, self._leaving)
 
     def _set(self, key: str, fields: dict[str, Any]) -> None:

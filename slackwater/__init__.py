@@ -16,6 +16,7 @@ from common.errors import (
     WaitTimeout,
 )
 from common.job import ErrorCode, JobStatus, OutputFile, Result
+from common.patience import RedisRefused
 from common.record import JobEvent, JobRecord, WorkerRecord
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "JobStatus",
     "OutputFile",
     "RedisAway",
+    "RedisRefused",
     "Result",
     "ResultExpired",
     "SlackwaterError",

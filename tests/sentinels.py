@@ -17,7 +17,7 @@ from tests.servers import RedisServer, binary, free_port
 
 SERVICE = "themaster"
 # How long the Sentinels watch a silent master before they call it down.
-DOWN_MS = 500
+DOWN_MS = 2000
 QUORUM, SENTINELS = 2, 3
 
 
@@ -37,9 +37,7 @@ class Watched:
     def _server(self, name: str, *options: str) -> RedisServer:
         (self._folder / name).mkdir()
         # A replica that begins at once, not with the next five seconds' batch.
-        return RedisServer(
-            str(self._folder / name), "--repl-diskless-sync-delay", "0", *options, persist=True
-        )
+        return RedisServer(str(self._folder / name), "--repl-diskless-sync-delay", "0", *options)
 
     def _sentinel(self, index: int, master_port: int) -> subprocess.Popen[bytes]:
         file = self._folder / f"sentinel-{index}.conf"

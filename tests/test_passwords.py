@@ -51,6 +51,9 @@ def test_a_password_in_a_file_can_be_changed_while_clients_run(tmp_path: Path) -
         f"redis://:{SECRET}#x@host:port/0",
         f"redis://u:{SECRET}@host:port/0",
         f"sentinel://u:{SECRET}@a,b/mymaster?sentinel_password={SECRET}",
+        f"redis://host/0?sentinel_password={SECRET}@y",
+        f"redis://u:x?a={SECRET}@host/0",
+        f"redis://u:{SECRET}?a=b@host/0",
         f"http://u:{SECRET}@host",
         f"u:{SECRET}@host",
     ],
@@ -81,6 +84,12 @@ def test_settings_are_printed_without_secrets() -> None:
         ("redis://h?ssl_ca_certs=/x", "ssl_ options, which want rediss://"),
         ("sentinel://a,b", "sentinel://host:26379,other:26379/mymaster/0"),
         ("https://h", "must begin with redis://"),
+        ("redis://h?decode_responses=true", "the option 'decode_responses', which cannot be used"),
+        (
+            "redis://h?protocol=3",
+            "the option 'protocol', which cannot be used here; there are .*db",
+        ),
+        ("sentinel://h/m?retry_on_error=x", "the option 'retry_on_error'"),
     ],
 )
 def test_a_url_that_cannot_be_meant_is_refused_with_what_would_be_right(
@@ -88,6 +97,13 @@ def test_a_url_that_cannot_be_meant_is_refused_with_what_would_be_right(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         writing(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h?protocol=2&db=3", "rediss://h?ssl_cert_reqs=none&client_name=me"]
+)
+def test_options_that_change_no_reply_may_stand_in_a_url(url: str) -> None:
+    assert RedisUrl.parse(url).url.startswith(url.partition("?")[0])
 
 
 def test_up_shows_the_password_of_its_redis_nowhere(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from common.clock import Clock, keep_right, patient_clock
 from common.keys import Keys
 from common.messages import MessageError, unpack_report
-from common.scripts import Scripts, Transitions, Ttls, cannot_now, text
+from common.outage import cannot_now
+from common.scripts import Scripts, Transitions, Ttls, text
 from services.coordinator import events as ev
 from services.coordinator.core import Core
 from services.coordinator.effects import OutOfStep, answer_of, call_of, check_fence
@@ -44,6 +45,9 @@ log = logging.getLogger("slackwater.coordinator")
 READ_COUNT = 128
 # At most this long without a look at the leases; a third of a shorter one, its own or a worker's.
 BLOCK_MS = 500
+# Of effects that follow from each other: then reports are read, and the lease is kept, before the
+# policy is asked again.
+MOST_ROUNDS = 32
 LIVENESS_S = 1.0
 # Between two looks at Redis' clock, and a change of it that is no mere drift.
 CLOCK_S, JUMP_S = 10.0, 1.0
@@ -114,7 +118,12 @@ class Coordinator:
         now = self.clock()
         self.core = core = self._make_core()
         core.seq = int(self.redis.get(self.keys.seq) or 0)
-        core.costs.load({text(k): float(v) for k, v in self.redis.hgetall(self.keys.costs).items()})
+        core.costs.load(
+            {
+                name.decode("utf-8", "replace"): seconds.decode("utf-8", "replace")
+                for name, seconds in self.redis.hgetall(self.keys.costs).items()
+            }
+        )
         self._load_profiles()
         core.handle(ev.ManifestsRead(read_manifests(self.redis, self.keys)), now)
         names = sorted(text(name) for name in self.redis.smembers(self.keys.workers))
@@ -277,7 +286,9 @@ class Coordinator:
         """Delete the reports that were `handled`, run `effects`, tell the core how each went, and
         go on with what it wants then."""
         pending, acks = effects, [self.transitions.ack(handled)] if handled else []
+        rounds = 0
         while pending or acks:
+            rounds += 1
             sent = self.clock()
             calls = [call_of(effect, self.transitions, sent) for effect in pending]
             replies = self.scripts.run([*acks, *calls])
@@ -298,7 +309,10 @@ class Coordinator:
                     self.watchers.heard(answer, self.core, now)
                     following += self.core.handle(answer, now)
             if changed and not _only_dispatched(pending, replies):
-                following += self.core.handle(ev.Tick(), now)
+                if rounds < MOST_ROUNDS:
+                    following += self.core.handle(ev.Tick(), now)
+                else:
+                    self.core.wake_at = now  # at the next step, which begins at once
             pending = following
 
     # -- housekeeping --------------------------------------------------------------------
@@ -345,12 +359,15 @@ class Coordinator:
             self.core.costs.set_table(model, profile.fits)
 
     def _save_costs(self) -> None:
+        """What is known now stands in place of what was: shapes forgotten here go there, too."""
         self._saved = self.clock()
         learned = self.core.costs.dump()
         if learned:
             mapping = {k: json.dumps(v) for k, v in learned.items()}
+            replace = self.redis.pipeline(transaction=True)
+            replace.delete(self.keys.costs).hset(self.keys.costs, mapping=mapping)
             with contextlib.suppress(OutOfMemoryError):  # it is a convenience
-                self.redis.hset(self.keys.costs, mapping=mapping)
+                replace.execute()
 
 
 def _only_dispatched(effects: list[ev.Effect], replies: list[Any]) -> bool:
