@@ -89,12 +89,12 @@ ROLES = (
     Role(
         "worker",
         "takes the tasks of its own stream, reports, keeps states; sees no push and no result",
-        ("del", "hdel", "hget", "hgetall", "hexists", "hkeys", "hmget", "hset", "pexpire",
+        ("del", "hdel", "hget", "hgetall", "hexists", "hmget", "hset", "pexpire",
          "smembers", "srandmember", "unlink", "xdel", "xrange", "xread", "xrevrange"),
         ("register", "leave", "start", "progress", "report", "upload", "trace", "preview"),
         reads=lambda k: (k.active,),
         writes=_workers_own,
-        sources=(spill.SHARE, spill.FREE),
+        sources=(spill.FREE,),
     ),
     Role(
         "coordinator",
@@ -141,8 +141,8 @@ ROLES = (
     Role(
         "admin",
         "the `slackwater` command and `slackwater up`: sees all of the pool, steers it",
-        ("del", "hdel", "hset", "info", "pexpire", "scan", "scard", "sscan", "type", "xadd", "xdel",
-         "xlen", "zrange", "zrevrange", *READS_JOBS),
+        ("del", "hdel", "hincrby", "hset", "info", "pexpire", "scan", "scard", "sscan", "type",
+         "xadd", "xdel", "xlen", "zrange", "zrevrange", *READS_JOBS),
         ("drain", "leave", "sweep", "lapse", "bury"),
         writes=lambda k: (f"{k.prefix}*",),
     ),

@@ -4,15 +4,14 @@ A warm, mapped file takes an 8 MB state in about the time of its memcpy; a fresh
 /dev/shm costs 40 times that. The arena belongs to the host, so a worker's death loses nothing
 that was written.
 
-**What is true.** The file holds a table of *claims*. A claim is one reference to one run of
-blocks by one owner, and its slot's generation word is the only commit point: non-zero means
-live, zero means free, and it is written with a single aligned 8-byte store after (alloc) or
-before (free) everything else. Two claims on the same first block share the extent, so a
-reference count is never stored where a crash could leave it wrong, and giving back the same
-claim twice is harmless. The maps that make allocation fast (which blocks and slots are used)
-are derived from the claims: a word says when they are being changed, and whoever next takes
-the lock after a `kill -9` finds it set and rebuilds them. So a half-done alloc is either not
-there or an orphan under its owner's name, and no block is ever handed out twice.
+**What is true.** The file holds a table of *claims*. A claim gives one run of blocks to one
+owner, and its slot's generation word is the only commit point: non-zero means live, zero means
+free, and it is written with a single aligned 8-byte store after (alloc) or before (free)
+everything else. Giving back the same claim twice is harmless. The maps that make allocation
+fast (which blocks and slots are used) are derived from the claims: a word says when they are
+being changed, and whoever next takes the lock after a `kill -9` finds it set and rebuilds them.
+So a half-done alloc is either not there or an orphan under its owner's name, and no block is
+ever handed out twice.
 
 Offsets, sizes and limits are bytes; ages are seconds. This module imports no torch, no numpy.
 """
@@ -76,7 +75,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ArenaStats:
-    """A moment's figures. `claims` counts references, so a shared extent counts more than once."""
+    """A moment's figures. `claims` is how many extents are given out."""
 
     size_bytes: int
     used_bytes: int
@@ -113,8 +112,7 @@ class Arena:
         self._slots, self._data_at = self._head[Word.SLOTS], self._head[Word.DATA]
         self.id = f"{self._head[Word.ID]:016x}"
         lay = Layout(self.blocks, self._slots, self.block_bytes)
-        self._gens = whole[lay.gens : lay.refs].cast("Q")
-        self._refs = whole[lay.refs : lay.refs + 4 * self.blocks].cast("I")
+        self._gens = whole[lay.gens : lay.info].cast("Q")
         self._lay = lay
         self._data = whole[self._data_at : self._data_at + self.blocks * self.block_bytes]
         self._whole = whole
@@ -175,20 +173,8 @@ class Arena:
             self._head[Word.ALLOCS if extent else Word.REFUSED] += 1
             return extent
 
-    def retain(self, extent: Extent, owner: str) -> Extent | None:
-        """One more claim on the same bytes; its extent is freed on its own.
-
-        None if `extent` is stale, or if the claim table is full (then copy instead).
-        """
-        name = _owner_bytes(owner)
-        with self._locked():
-            if not self.is_live(extent):
-                return None
-            first, count, nbytes, _, _ = self._slot(extent.slot)
-            return self._claim(first, count, nbytes, name)
-
     def free(self, extent: Extent) -> bool:
-        """Give one claim back; blocks return with their last claim. False if it was stale."""
+        """Give a claim and its blocks back. False if it was stale."""
         with self._locked():
             if not self.is_live(extent):
                 return False
@@ -196,9 +182,7 @@ class Arena:
             first, count, _, _, _ = self._slot(extent.slot)
             self._gens[extent.slot] = 0  # from here the claim is gone, whatever happens
             self._mm[self._lay.taken + extent.slot] = 0
-            self._refs[first] -= 1
-            if not self._refs[first]:
-                self._mark(first, count, 0)
+            self._mark(first, count, 0)
             self._head[Word.DIRTY] = 0
             return True
 
@@ -282,7 +266,7 @@ class Arena:
                 return
             self._closed = True
             os.close(self._fd)
-            for view in (self._head, self._gens, self._refs, self._data, self._whole):
+            for view in (self._head, self._gens, self._data, self._whole):
                 with contextlib.suppress(BufferError):
                     view.release()
             with contextlib.suppress(BufferError):
@@ -319,19 +303,16 @@ class Arena:
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _claim(self, first: int, count: int, nbytes: int, owner: bytes) -> Extent | None:
+    def _claim(self, first: int, count: int, nbytes: int, owner: bytes) -> Extent:
+        # There is one: as many slots as blocks, and a claim has a block at least.
         slot = self._mm[self._lay.taken : self._lay.taken + self._slots].find(0)
-        if slot < 0:
-            return None
         self._head[Word.DIRTY] = 1
         generation = self._head[Word.NEXT_GEN]
         self._head[Word.NEXT_GEN] = generation + 1
         at = self._lay.info + slot * SLOT.size
         SLOT.pack_into(self._mm, at, first, count, nbytes, time.monotonic(), owner)
         self._mm[self._lay.taken + slot] = 1
-        if not self._refs[first]:
-            self._mark(first, count, 1)
-        self._refs[first] += 1
+        self._mark(first, count, 1)
         self._gens[slot] = generation  # the commit: before this line nothing was handed out
         self._head[Word.DIRTY] = 0
         return Extent(first * self.block_bytes, nbytes, slot, generation)
@@ -349,15 +330,12 @@ class Arena:
         lay = self._lay
         self._mm[lay.used : lay.used + self.blocks] = bytes(self.blocks)
         self._mm[lay.taken : lay.taken + self._slots] = bytes(self._slots)
-        self._mm[lay.refs : lay.refs + 4 * self.blocks] = bytes(4 * self.blocks)
         self._head[Word.USED] = 0
         for slot, generation in enumerate(self._gens.tolist()):
             if generation:
                 first, count, *_ = self._slot(slot)
                 self._mm[lay.taken + slot] = 1
-                if not self._refs[first]:
-                    self._mark(first, count, 1)
-                self._refs[first] += 1
+                self._mark(first, count, 1)
         self._head[Word.DIRTY] = 0
 
     def _slot(self, slot: int) -> tuple[int, int, int, float, bytes]:

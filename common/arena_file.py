@@ -17,7 +17,7 @@ log = logging.getLogger("common.arena")
 
 DEFAULT_SIZE_BYTES = 1 << 30  # or half of the free tmpfs, where that is less
 HEADER_BYTES = 4096
-MAGIC = b"SWARENA1"  # the digit is the layout's version
+MAGIC = b"SWARENA2"  # the digit is the layout's version
 SLOT = struct.Struct("<IIQd96s")  # first block, blocks, bytes asked for, born (monotonic s), owner
 _STEP = 64 << 20  # fallocate in steps: tmpfs undoes the whole of an interrupted one
 
@@ -47,8 +47,7 @@ class Layout:
 
     def __init__(self, blocks: int, slots: int, block_bytes: int) -> None:
         self.gens = HEADER_BYTES
-        self.refs = self.gens + 8 * slots
-        self.info = self.refs + 4 * (blocks + blocks % 2)
+        self.info = self.gens + 8 * slots
         self.used = self.info + SLOT.size * slots
         self.taken = self.used + blocks
         self.data = -(-(self.taken + slots) // block_bytes) * block_bytes
@@ -67,6 +66,15 @@ def open_file(path: str) -> int:
         ) from err
 
 
+def is_arena(path: str) -> bool:
+    """Whether an arena of this version is there; unlike opening it, this makes none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def lay_out(path: str, fd: int, size_bytes: int | None, block_bytes: int) -> None:
     """Allocate and format the file; the caller holds its lock. The magic comes last."""
     if block_bytes < 4096 or block_bytes & (block_bytes - 1):
@@ -77,16 +85,16 @@ def lay_out(path: str, fd: int, size_bytes: int | None, block_bytes: int) -> Non
     disk = os.fstatvfs(fd)
     room = disk.f_bavail * disk.f_frsize
     size = size_bytes if size_bytes is not None else min(DEFAULT_SIZE_BYTES, room // 2)
-    per_block = block_bytes + 2 * (8 + SLOT.size + 1) + 4 + 1  # with its share of the tables
+    per_block = block_bytes + 8 + SLOT.size + 1 + 1  # with its share of the tables
     blocks = size // per_block
-    while blocks > 0 and Layout(blocks, 2 * blocks, block_bytes).total > size:
+    while blocks > 0 and Layout(blocks, blocks, block_bytes).total > size:
         blocks -= 1
     if blocks < 1:
         raise ArenaError(
             f"an arena of {human(size)} at {path} holds no block of {human(block_bytes)}; "
             f"ask for at least {human(4 * block_bytes)}"
         )
-    lay = Layout(blocks, 2 * blocks, block_bytes)  # slots to spare for shared extents
+    lay = Layout(blocks, blocks, block_bytes)
     try:
         if disk.f_blocks and lay.total > room:  # do not take everybody's memory to find out
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -104,7 +112,7 @@ def lay_out(path: str, fd: int, size_bytes: int | None, block_bytes: int) -> Non
         ) from err
     head = [0] * (Word.REFUSED + 1)
     head[Word.BLOCK], head[Word.BLOCKS] = block_bytes, blocks
-    head[Word.SLOTS], head[Word.DATA] = 2 * blocks, lay.data
+    head[Word.SLOTS], head[Word.DATA] = blocks, lay.data
     head[Word.ID], head[Word.NEXT_GEN] = secrets.randbits(64), 1
     os.pwrite(fd, struct.pack(f"<{Word.REFUSED}Q", *head[1:]), 8)
     os.pwrite(fd, MAGIC, 0)
@@ -120,6 +128,8 @@ def map_file(path: str, lock_fd: int) -> mmap.mmap:
     fd = os.open(f"/proc/self/fd/{lock_fd}", os.O_RDWR)
     try:
         size = os.fstat(fd).st_size
+        if size < HEADER_BYTES:
+            raise not_ours(path)
         block_bytes, blocks, slots = struct.unpack("<3Q", os.pread(fd, 24, 8))
         if Layout(blocks, slots, max(1, block_bytes)).total != size:
             raise not_ours(path)

@@ -1,8 +1,8 @@
 """Blocks of one worker's device pool, read by another process without leaving the device.
 
-**Not yet run on a GPU.** Written against torch 2.13's own reductions
-(torch/multiprocessing/reductions.py); the protocol is tested on CPU through torch's
-shared-memory storages, which need the same thing of their host: one PID namespace.
+**Not yet run on a GPU, and no stage uses it yet**: the arena serves. Written against torch 2.13's
+own reductions (torch/multiprocessing/reductions.py); the protocol is tested on CPU through
+torch's shared-memory storages, which need the same thing of their host: one PID namespace.
 
 The protocol, whose messages are plain maps that any carrier may take:
 

@@ -2,8 +2,8 @@
 
 A handle travels through Redis in a few hundred bytes; the tensors lie in this host's arena, in
 Redis in pieces when the arena is full or the reader is elsewhere, or, if tiny, in the handle
-itself. Every handle is a claim of its own: sharing makes a second handle on the same bytes, and
-freeing one twice frees nothing more. docs/handles.md has the life of a block.
+itself. Every handle is a claim of its own, and freeing one twice frees nothing more.
+docs/handles.md has the life of a block.
 
 Torch-free; common/payload.py says what a parcel of tensors is.
 """
@@ -228,34 +228,19 @@ class HandleStore:
     def borrow(self, handle: Handle) -> Iterator[Parcel]:
         """As `get`, but arena bytes are shown in place, read-only: for a copy to a device.
 
-        HandleError("lost") at the end of the block if they were freed meanwhile; then throw
-        away what was read.
+        HandleError("lost"), at the end of the block too, if they were freed meanwhile; then
+        throw away what was read.
         """
         if handle.where != "arena":
             yield self.get(handle)
             return
         arena, extent = self._reach(handle)
         view = _view(arena, extent, handle).toreadonly()
-        yield _open(handle, view, digest(view))
+        checksum = digest(view)
+        if arena.is_live(extent):  # else what does not match is somebody else's by now
+            yield _open(handle, view, checksum)
         if not arena.is_live(extent):
             raise _lost(handle, "it was freed while it was being read")
-
-    def share(self, handle: Handle, job: str) -> Handle:
-        """A second handle on the same bytes, owned by `job` and freed on its own."""
-        if handle.where == "inline":
-            return replace(handle, job=job)
-        if handle.where == "arena":
-            arena, extent = self._reach(handle)
-            claim = arena.retain(extent, owner_of(self._prefix, job))
-            if claim is not None:
-                return replace(handle, job=job, location=self._place(claim))
-            return self.put(job, handle.seq, handle.part, self.get(handle))  # no claim slot left
-        if handle.where == "redis" and self._spill is not None:
-            place = self._spill.share(handle.location, job)
-            if place is None:
-                raise _lost(handle, "its pieces in Redis were freed or have expired")
-            return replace(handle, job=job, location=place)
-        raise self._unreachable(handle)
 
     def free(self, handle: Handle) -> bool:
         """Give this handle's claim back. False if that was done before or it is not ours to free.

@@ -150,7 +150,7 @@ class ReportRow:
     error: str = ""
     step_s: float = 0.0
     rows: int = 0  # of the largest forward pass it shared with other jobs; 0: it ran alone
-    skipped: int = 0  # forward passes that a step cache has left out so far
+    skipped: int = 0  # as in common.stage.Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from common.redis_url import RedisUrl
 from common.scripts import Ttls
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen-image"
+# What ended things stay for, in seconds: long enough to be fetched, and a number that Redis takes.
+MIN_TTL_S, MAX_TTL_S = 1, 10 * 365 * 86_400
 
 
 def single_threaded() -> None:
@@ -39,6 +43,8 @@ class Settings(BaseSettings):
         cli_avoid_json=True,
         extra="ignore",
         protected_namespaces=(),
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # there may be a password in it
     )
 
     redis_url: str = Field(
@@ -68,7 +74,9 @@ class Settings(BaseSettings):
         description="device cuda where every GPU has its worker of the stage: refuse to start, "
         "wait for one, or off: all take the first GPU",
     )
-    dtype: str = Field("float32", description="float32, bfloat16 or float16")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="float32, bfloat16 or float16"
+    )
     threads: int = Field(1, ge=1, description="OpenMP threads a worker process (CPU)")
     attention: str = Field("auto", description="auto, or a name of diffusers' attention backends")
     fast_decode: bool = Field(
@@ -147,7 +155,10 @@ class Settings(BaseSettings):
     )
     max_jobs: int = Field(10_000, ge=1, description="active jobs; more are refused as queue_full")
     max_backlog_s: float = Field(
-        math.inf, gt=0, description="work that may wait, in seconds of all ranks; as max_jobs"
+        math.inf,
+        gt=0,
+        allow_inf_nan=True,
+        description="work that may wait, in seconds of all ranks; as max_jobs",
     )
     admit: Literal["all", "feasible"] = Field(
         "all",
@@ -235,7 +246,7 @@ class Settings(BaseSettings):
 
     # leases and lives
     leader_lease_s: float = Field(
-        3.0, gt=0, description="a coordinator silent this long loses the lead"
+        3.0, ge=0.5, description="a coordinator silent this long loses the lead"
     )
     worker_lease_s: float = Field(
         5.0, ge=0.5, description="a worker silent this long loses its tasks"
@@ -255,13 +266,26 @@ class Settings(BaseSettings):
     dead_letters: int = Field(
         1000, ge=1, description="failed jobs that `slackwater dead` can look back on"
     )
-    result_ttl_s: float = Field(86_400, gt=0, description="how long sw:result:* stays")
-    output_ttl_s: float = Field(86_400, gt=0, description="how long sw:output:* stays")
-    job_ttl_s: float = Field(172_800, gt=0, description="how long the record of an ended job stays")
+    result_ttl_s: float = Field(
+        86_400, ge=MIN_TTL_S, le=MAX_TTL_S, description="how long sw:result:* stays"
+    )
+    output_ttl_s: float = Field(
+        86_400, ge=MIN_TTL_S, le=MAX_TTL_S, description="how long sw:output:* stays"
+    )
+    job_ttl_s: float = Field(
+        172_800,
+        ge=MIN_TTL_S,
+        le=MAX_TTL_S,
+        validate_default=True,
+        description="how long the record of an ended job stays: no shorter than its result and "
+        "output, so that “expired” can be told from “unknown”",
+    )
     timeline_entries: int = Field(
         20_000, ge=0, description="tasks that `slackwater timeline` can look back on; 0: none"
     )
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = Field(
+        "INFO", description="DEBUG, INFO, WARNING, ERROR or CRITICAL"
+    )
     log_format: Literal["human", "json"] = Field(
         "human", description="human: lines to read; json: an object a line, for a log store"
     )
@@ -292,6 +316,37 @@ class Settings(BaseSettings):
         description="share of the jobs that are traced if their client says nothing",
     )
 
+    @field_validator("redis_url")
+    @classmethod
+    def _can_be_read(cls, url: str) -> str:
+        try:
+            RedisUrl.parse(url)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("redis_url: ")) from None
+        return url
+
+    @field_validator("prefix", "host")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        """Names stand in keys, and in lists with spaces between."""
+        if not name or any(c.isspace() for c in name):
+            raise ValueError("must not be empty or have spaces in it")
+        return name
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_any_case(cls, level: Any) -> Any:
+        return level.upper() if isinstance(level, str) else level
+
+    @field_validator("job_ttl_s")
+    @classmethod
+    def _stays_longest(cls, ttl_s: float, info: ValidationInfo) -> float:
+        for name in ("result_ttl_s", "output_ttl_s"):
+            other_s = info.data.get(name, 0.0)
+            if ttl_s < other_s:
+                raise ValueError(f"must be at least {name}, which is {other_s:g}")
+        return ttl_s
+
     def http_address(self) -> tuple[str, int]:
         """Where the gateway is reached from its own machine."""
         everywhere = self.http_host in ("0.0.0.0", "::", "")
@@ -317,10 +372,27 @@ def ttls_of(settings: Settings) -> Ttls:
 
 
 def from_command_line(prog: str, args: list[str] | None = None) -> Settings:
-    """Settings from flags, then the environment, then the defaults."""
+    """Settings from flags, then the environment, then the defaults; bad ones end the process."""
     flags: Any = args if args is not None else True
-    made: Settings = Settings(_cli_parse_args=flags, _cli_prog_name=prog)  # type: ignore[call-arg]
+    try:
+        made: Settings = Settings(_cli_parse_args=flags, _cli_prog_name=prog)  # type: ignore[call-arg]
+    except ValidationError as error:
+        for line in problems(error):
+            print(f"{prog}: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
     return made
+
+
+def problems(error: ValidationError) -> list[str]:
+    """A line each, with the flag, what is wrong, and what it was where that is no secret."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        field = Settings.model_fields.get(name)
+        given = f", not {problem['input']!r}" if field is None or field.repr else ""
+        said = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"--{name.replace('_', '-')}: {said}{given}")
+    return lines
 
 
 def table() -> str:

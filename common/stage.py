@@ -80,7 +80,9 @@ class Outcome:
     done: bool = True  # False: handed back untouched, to be dispatched again
     step_s: float = 0.0  # median time of one step in this chunk; 0 where there was none
     rows: int = 0  # of the largest forward pass it shared; 0 where it ran alone
-    skipped: int = 0  # forward passes that a step cache has left out so far, of the whole job
+    # Forward passes that a step cache has left out so far, of the whole job; of an encode, 1 where
+    # the embeddings were at hand.
+    skipped: int = 0
     trace: str = ""  # with an error: the end of its traceback, for the operator
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.connect import writing
 from common.settings import Settings
 from services.cli.submit import prepare
 from services.cli.terminal import Exit, seconds
@@ -142,6 +144,71 @@ def test_unknown_jobs_exit_with_6(sw: Run) -> None:
         assert (said.code, "no job 'nobody' is known" in said.err) == (Exit.UNKNOWN, True)
 
 
+def test_each_of_several_cancels_is_told_by_itself(sw: Run, pool: LocalPool) -> None:
+    """A job that is not known, one whose result has expired, and the rest."""
+    ended = sw("submit", "x", "--wait", "--json").json["id"]
+    pool_redis = writing(pool.redis_url)
+    pool_redis.delete(pool.keys.result(ended))
+    pool_redis.close()
+    running = sw("submit", "long", "--steps", LONG).out.strip()
+    said = sw("cancel", "nobody", ended, running)
+    assert said.code == Exit.UNKNOWN
+    assert "no job 'nobody' is known" in said.err
+    assert said.out.splitlines() == [
+        f"{ended} succeeded before the cancel came",
+        f"{running} canceled",
+    ]
+
+
+def test_cancels_that_nobody_acts_on_are_told_one_by_one(sw: Run) -> None:
+    """No coordinator reads this prefix."""
+    lonely = ("--prefix", "lonely:")
+    jobs = [sw("submit", name, *lonely).out.strip() for name in "ab"]
+    said = sw("cancel", *jobs, "--wait", "0.05", *lonely)
+    assert said.code == Exit.NOT_YET
+    for job in jobs:
+        assert f"{job} was asked to end and has not" in said.err
+        assert f"{job} canceling" in said.out
+    assert "it goes on" not in said.err
+
+
+def test_ps_says_that_there_is_more_than_it_shows(sw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.asks.PUSHES", 3)
+    for i in range(4):
+        assert sw("submit", "x", "--id", f"p{i}", "--prefix", "unread:").code == Exit.OK
+        said = sw("ps", "--prefix", "unread:", "--json")
+        assert len(said.json) == min(i + 1, 3)
+        assert ("only the first 3 are shown" in said.err) == (i >= 2)
+
+
+def test_a_place_that_cannot_be_written_is_said_in_a_line(sw: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    blocked = str(tmp_path / "file" / "out")
+    said = sw("submit", "x", "--id", "unsaved", "--save", blocked)
+    assert (said.code, "slackwater: --save: " in said.err) == (Exit.USAGE, True)
+    assert "`slackwater result unsaved --save DIR`" in said.err
+    assert sw("result", "unsaved", "--save", blocked).code == Exit.USAGE
+    assert sw("result", "unsaved", "--save", str(tmp_path)).code == Exit.OK
+
+
+def test_a_redis_that_refuses_is_not_called_absent(sw: Run, redis_client: Any) -> None:
+    """A user without the right, and one at maxmemory."""
+    where = redis_client.connection_pool.connection_kwargs
+    address = f"{where['host']}:{where['port']}/0"
+    redis_client.execute_command("ACL", "SETUSER", "guest", "on", ">x", "~*", "+@all", "-xadd")
+    try:
+        said = sw("submit", "x", "--redis", f"redis://guest:x@{address}")
+        assert said.code == Exit.REDIS_REFUSES
+        assert "the user of Redis may not do this" in said.err
+        redis_client.config_set("maxmemory", 1)
+        said = sw("cancel", "x", "--redis", f"redis://{address}")
+        assert said.code == Exit.REDIS_REFUSES
+        assert "Redis refused it" in said.err
+    finally:
+        redis_client.config_set("maxmemory", 0)
+        redis_client.execute_command("ACL", "DELUSER", "guest")
+
+
 def test_no_redis_exits_with_5(sw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.cli.terminal.PATIENCE_S", 0.1)
     said = sw("ps", "--redis", "redis://127.0.0.1:1/0")
@@ -198,6 +265,28 @@ def test_submit_says_at_once_when_it_should_be_done(sw: Run) -> None:
     said = sw("submit", "x", "--slo-ms", "1", "--on-late", "drop", "--eta")
     assert said.code == Exit.REFUSED
     assert "give it more time" in said.err
+
+
+def test_eta_keeps_to_the_time_that_is_given(sw: Run) -> None:
+    """Where no coordinator is: the push waits, and so does nobody else."""
+    said = sw("submit", "x", "--id", "early", "--eta", "--timeout", "0.05", "--prefix", "lonely:")
+    assert said.code == Exit.NOT_YET
+    assert "early was pushed, and no coordinator has read it" in said.err
+
+
+def test_eta_goes_together_with_waiting_and_saving(sw: Run, tmp_path: Path) -> None:
+    """The second time the job has ended already: its file is written all the same."""
+    words = ("submit", "x", "--id", "twice", "--eta", "--wait", "--json", "--save")
+    for folder in ("first", "second"):
+        said = sw(*words, str(tmp_path / folder))
+        assert said.code == Exit.OK
+        assert said.json["status"] == "succeeded"
+        assert said.json["admitted"]["id"] == "twice"
+        assert (tmp_path / folder / "twice.json").exists()
+    said = sw("submit", "x", "--id", "twice", "--eta")
+    assert (said.code, said.out, said.err) == (Exit.OK, "twice has ended: succeeded\n", "")
+    said = sw("submit", "x", "--width", "33", "--eta", "--wait", "--json")
+    assert (said.code, said.json["error_code"]) == (Exit.REFUSED, "invalid_request")
 
 
 def test_degrade_is_shown(sw: Run) -> None:

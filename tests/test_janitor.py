@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.arena import Arena
+from common.arena_file import MAGIC
 from common.connect import writing
 from common.handles import HandleStore, Parcel
 from common.job import Result
@@ -53,21 +55,18 @@ def end(table: Table, job: str) -> None:
 def test_files_and_states_of_ended_jobs_go_and_those_of_live_ones_stay(
     table: Table, redis_client: Any, keys: Keys
 ) -> None:
-    """Also where one job's state is held by another that still runs."""
     store = HandleStore("here", redis=redis_client, prefix=keys.prefix)
-    for job in ("live:1", "dead:1", "giver"):
+    for job in ("dead:1", "live:1"):
         table.job(id=job)
         table.run(table.worker_t.upload(job, 7, 0, b"picture"))
         handle = store.put(job, 7, "latents", STATE, where="redis")
-    shared = store.share(handle, "live:1")
     end(table, "dead:1")
-    end(table, "giver")
-    assert swept(redis_client, keys) == {"staged": 2, "latents": 1}
+    assert swept(redis_client, keys) == {"staged": 1, "latents": 1}
     assert redis_client.exists(keys.staged("live:1", 7, 0))
-    assert bytes(store.get(shared).tensors["x"][2]) == b"abcd"
+    assert bytes(store.get(handle).tensors["x"][2]) == b"abcd"
     assert swept(redis_client, keys) == {}
     end(table, "live:1")
-    assert swept(redis_client, keys) == {"staged": 1, "latents": 2}
+    assert swept(redis_client, keys) == {"staged": 1, "latents": 1}
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing(
@@ -248,14 +247,27 @@ def test_the_command_prints_what_it_found(
     assert KINDS["staged"] in capsys.readouterr().out
     assert main(["janitor", *flags]) == Exit.OK
     assert capsys.readouterr().out == "nothing was left over\n"
-    assert main(["janitor", "--arena", "/nowhere/arena", *flags]) == Exit.USAGE
-    assert "there is no arena" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", bytes(16), b"root:x:0:0\n", MAGIC])
+def test_only_an_arena_is_taken_for_one(
+    redis_server: str, redis_client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+) -> None:  # fmt: skip
+    """A file that is none, also an empty one, is named and left as it was."""
+    path = tmp_path / "arena"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["janitor", "--arena", str(path), "--redis", redis_server]) == Exit.USAGE
+    assert f"{path}" in capsys.readouterr().err
+    assert path.exists() == (content is not None)
+    assert not path.exists() or path.read_bytes() == content
 
 
 @pytest.fixture
 def pool(redis_server: str, redis_client: Any, keys: Keys, arena_path: str) -> Iterator[Processes]:
-    short = {"worker_lease_s": 1.0, "leader_lease_s": 1.0}
-    with processes(redis_server, redis_client, keys, arena_path, **short) as made:
+    long = {"worker_lease_s": 10.0, "leader_lease_s": 10.0}
+    with processes(redis_server, redis_client, keys, arena_path, **long) as made:
         yield made
 
 

@@ -17,6 +17,9 @@ if have[2] and have[2] ~= '' then
   for k = 5, #KEYS, 2 do
     if redis.call('EXISTS', KEYS[k]) == 1 then
       redis.call('XADD', KEYS[k + 1], '*', 'kind', 'free', 'body', have[2])
+      if redis.call('PTTL', KEYS[k + 1]) < 0 then
+        redis.call('PEXPIRE', KEYS[k + 1], 10 * math.max(1000, redis.call('PTTL', KEYS[k])))
+      end
       break
     end
   end

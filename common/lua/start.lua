@@ -2,8 +2,8 @@
 -- KEYS  1 task hash   2 member's stream   then per row: trajectory hash, job hash, events stream
 -- ARGV  1 seq   2 member   3 entry id   4 at (ms)   5 stage
 -- Reply {"running", yield "0"|"1", live flags "1"|"0" per row} | {"void"}
--- A job that begins further on than any task of it began before has its attempts anew: `reached` is
--- that place, 0 for encode, 1 + step, then decode.
+-- A job that begins further on than any task of it began before has its attempts anew, in its public
+-- record too: `reached` is that place, 0 for encode, 1 + step, then decode.
 -- A repeat by the same member gets the same answer; the task of another incarnation is void.
 local record = redis.call('HMGET', KEYS[1], 'state', 'yield', 'started:' .. ARGV[2])
 redis.call('XDEL', KEYS[2], ARGV[3])
@@ -18,6 +18,7 @@ for r = 1, rows do
       local at = have[1] == 'encode' and 0 or have[1] == 'denoise' and 1 + tonumber(have[2]) or 1000000000
       if at > tonumber(have[3] or '-1') then
         redis.call('HSET', trajectory, 'reached', at, 'attempts', '0')
+        redis.call('HSET', job, 'attempts', '0')
       end
       redis.call('HSET', job, 'status', 'running', 'stage', ARGV[5], 'worker', ARGV[2])
       redis.call('HSETNX', job, 'started', ARGV[4])

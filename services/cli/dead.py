@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from services.cli import terminal
-from services.cli.dead_letters import Letter, is_refused, push_again, read_letters
-from services.cli.terminal import Exit, fail, print_json, seconds
+from services.cli.dead_letters import Letter, push_again, read_letters
+from services.cli.terminal import Exit, fail, is_refused, print_json, seconds
 
 if TYPE_CHECKING:
     from common.client import Client

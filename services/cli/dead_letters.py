@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.asks import Ask
-from common.errors import JobRefused, WaitTimeout
+from common.errors import WaitTimeout
 from common.job import JobSpec
 from common.params import COMMON
+from services.cli.terminal import is_refused
 
 if TYPE_CHECKING:
     from common.client import Client
@@ -124,10 +125,6 @@ def push_again(client: Client, letter: Letter, wait_s: float) -> tuple[str, JobR
     if not is_refused(record):
         client.ask(Ask((("XDEL", client.keys.dead, letter.entry),)))
     return new, record
-
-
-def is_refused(record: JobRecord) -> bool:
-    return record.is_terminal and record.error_code in JobRefused.CODES
 
 
 def _next_id(client: Client, job: str) -> str:

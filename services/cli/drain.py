@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from common.asks import Ask
-from common.scripts import LUA, Call, Transitions, Ttls
+from common.scripts import SHA, SOURCES, Transitions, Ttls
 from services.cli import terminal
 from services.cli.terminal import Exit, fail, print_json
 
@@ -59,14 +59,11 @@ def run(args: argparse.Namespace) -> int:
 def ask(client: Client, worker: str) -> str:
     """The script's verdict: asked, draining or gone."""
     call = Transitions(client.keys, Ttls()).drain(worker)
-    [reply] = client.ask(Ask((_eval(call),)))
+    # Loaded first: a command line does not know whether Redis has the script.
+    load = ("SCRIPT", "LOAD", SOURCES[call.script])
+    run = ("EVALSHA", SHA[call.script], len(call.keys), *call.keys, *call.args)
+    [_, reply] = client.ask(Ask((load, run)))
     return str(reply[0].decode())
-
-
-def _eval(call: Call) -> tuple[str | int, ...]:
-    """With its source: a command line does not know whether Redis has the script loaded."""
-    source = (LUA / f"{call.script}.lua").read_text()
-    return ("EVAL", source, len(call.keys), *call.keys, *call.args)
 
 
 def wait_until_gone(client: Client, names: list[str], until: float) -> set[str]:

@@ -23,20 +23,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from common.arena import Arena
+    from common.arena import Arena, ArenaError
+    from common.arena_file import is_arena
     from common.connect import writing
     from services.janitor import sweep
     from services.janitor.orphans import KINDS
 
-    if args.arena and not Path(args.arena).is_file():  # opening it would make one
-        terminal.fail(f"--arena: there is no arena at {args.arena}")
+    if args.arena and not is_arena(args.arena):  # opening it would make one
+        terminal.fail(f"--arena: there is no arena of this version at {args.arena}")
         return Exit.USAGE
     with terminal.client_of(args) as client:
         url, prefix = client.url, client.keys.prefix
     settings = terminal.settings_of(argparse.Namespace(redis_url=url, prefix=prefix))
-    arena = Arena.open(args.arena) if args.arena else None
+    try:
+        arena = Arena.open(args.arena) if args.arena else None
+    except ArenaError as error:
+        terminal.fail(f"--arena: {error}")
+        return Exit.USAGE
     redis = writing(url)
     try:
         found = sweep(redis, settings, act=not args.dry_run, arena=arena)

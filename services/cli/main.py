@@ -83,33 +83,41 @@ def run(command: Any, name: str, words: list[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     except Exception as error:
-        code = code_of(error)
-        if code is None:
+        found = said_of(error)
+        if found is None:
             raise
-        fail(str(error))
+        code, message = found
+        fail(message)
         return code
 
 
-def code_of(error: Exception) -> Exit | None:
-    """The exit code of an error whose message is enough; None for a bug."""
+def said_of(error: Exception) -> tuple[Exit, str] | None:
+    """The exit code and the line of an error for which a line is enough; None for a bug."""
     from common import errors
     from common.checks import InvalidRequest
 
     match error:
         case InvalidRequest() | errors.JobRefused():
-            return Exit.REFUSED
+            return Exit.REFUSED, str(error)
         case errors.JobError():
-            return Exit.FAILED
+            return Exit.FAILED, str(error)
         case errors.WaitTimeout():
-            return Exit.NOT_YET
+            return Exit.NOT_YET, str(error)
         case errors.UnknownJob() | errors.ResultExpired():
-            return Exit.UNKNOWN
+            return Exit.UNKNOWN, str(error)
         case errors.RedisAway():
-            return Exit.NO_REDIS
-    from redis.exceptions import AuthenticationError, RedisError
+            return Exit.NO_REDIS, str(error)
+    from redis import exceptions
 
-    if isinstance(error, AuthenticationError | RedisError):
-        return Exit.NO_REDIS
+    from common.acl import NO_RIGHT
+
+    match error:
+        case exceptions.NoPermissionError():
+            return Exit.REDIS_REFUSES, NO_RIGHT.format(error)
+        case exceptions.ConnectionError() | exceptions.TimeoutError():
+            return Exit.NO_REDIS, f"Redis is away: {error}"
+        case exceptions.RedisError():
+            return Exit.REDIS_REFUSES, f"Redis refused it: {error}"
     return None
 
 

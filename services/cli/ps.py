@@ -6,9 +6,10 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from common import asks
 from common.record import WorkerRecord
 from services.cli import terminal
-from services.cli.terminal import Exit, print_json, seconds
+from services.cli.terminal import Exit, fail, print_json, seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
             return Exit.OK
         records = client.ps(ended=args.all)
+        if sum(not record.content for record in records) >= asks.PUSHES:
+            fail(f"of the pushes that nobody has read yet only the first {asks.PUSHES:,} are shown")
         if args.json:
             print_json([record.to_json() for record in records])
             return Exit.OK

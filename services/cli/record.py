@@ -90,7 +90,6 @@ def line_of(known: Known, pool: Pool, zero_s: float) -> dict[str, Any]:
     return {
         **trace_job(known, pool, zero_s).to_json(),
         "model": found.model,
-        "n": known.params.get("n") or 1,
         "user": known.user,
         "status": found.status,
         "error_code": found.error_code,

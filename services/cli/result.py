@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
             fail(f"job {args.id} has not ended: {describe(job.status())}")
             return Exit.NOT_YET
-        saved = job.save(args.save) if args.save and result.status == "succeeded" else []
+        saved = terminal.save(job, result, args.save)
     if args.json:
         print_json({**result_json(result), "saved": saved})
         return exit_of(result)

@@ -69,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from services.simulator.calibrations import calibration
-    from services.simulator.report import chunk_lines, job_lines, report, table
-    from services.simulator.simulation import simulate
+    from services.simulator.report import chunk_lines, job_lines, report, table, warnings
+    from services.simulator.simulation import Stalled, simulate
     from services.simulator.traces import TraceError
     from services.timeline.files import Files, window_of
     from services.timeline.png import NoMatplotlib
@@ -87,7 +87,12 @@ def run(args: argparse.Namespace) -> int:
         reports: list[dict[str, Any]] = []
         runs: list[Run] = []
         for name in filter(None, args.policy.split(",")):
-            outcome = simulate(trace, _setting(args, name, costs, args.timeline or bool(files)))
+            setting = _setting(args, name, costs, args.timeline or bool(files))
+            try:
+                outcome = simulate(trace, setting)
+            except Stalled as error:
+                fail(f"{name}: {error}")
+                return Exit.FAILED
             reports.append(report(outcome))
             if args.jobs:
                 reports[-1]["jobs"] = job_lines(outcome)
@@ -99,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     except (TraceError, ValueError, OSError, NoMatplotlib) as error:
         fail(str(error))
         return Exit.USAGE
+    for line in warnings(reports):
+        fail(line)
     if args.json:
         print_json(
             {"trace": args.trace, "jobs": len(trace), "costs": costs.name, "runs": reports,

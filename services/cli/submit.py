@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from services.cli import terminal
@@ -15,6 +16,7 @@ from services.cli.terminal import Exit, exit_of, fail, print_json, result_json, 
 
 if TYPE_CHECKING:
     from common.client import JobHandle
+    from common.record import JobRecord
 
 # Flags of this command itself, and whether a value follows; all others are parameters.
 OWN = {
@@ -89,40 +91,59 @@ def run(args: argparse.Namespace) -> int:
             fail("give the id with --id")
             return Exit.USAGE
         fields[name] = value
+    until = None if args.timeout is None else time.monotonic() + args.timeout
     with terminal.client_of(args) as client:
         job = client.submit_text(fields, id=args.id)
-        if args.eta and not _say_eta(job, args.json):
-            return exit_of(job.wait(args.timeout))
-        if not (args.wait or args.save or args.timeout is not None):
-            if args.eta:
-                return Exit.OK
+        record = _admitted(job, until) if args.eta else None
+        waits = args.wait or args.save or args.timeout is not None
+        if record and not args.json:
+            _say_eta(record)
+        if record and (terminal.is_refused(record) or not waits):
+            if args.json:
+                print_json(record.to_json())
+            return exit_of(job.wait()) if record.is_terminal else Exit.OK
+        if not waits:
             print_json({"id": job.id, "entry": job.ticket.entry}) if args.json else print(job.id)
             return Exit.OK
         if sys.stdout.isatty() and not args.json:
             from services.cli.watch import follow
 
-            [result] = follow(client, [job], args.timeout, as_json=False)
+            [result] = follow(client, [job], _left_s(until), as_json=False)
         else:
-            result = job.wait(args.timeout)
-        saved = job.save(args.save) if args.save and result.status == "succeeded" else []
+            result = job.wait(_left_s(until))
+        saved = terminal.save(job, result, args.save)
     if args.json:
-        print_json({**result_json(result), "saved": saved})
+        admitted = {"admitted": record.to_json()} if record else {}
+        print_json({**result_json(result), "saved": saved, **admitted})
     else:
         print("\n".join([*terminal.summary(result), *(f"  {path}" for path in saved)]))
     return exit_of(result)
 
 
-def _say_eta(job: JobHandle, as_json: bool) -> bool:
-    """What the pool promises; False if it refuses."""
-    record = job.admitted()
-    if as_json:
-        print_json(record.to_json())
+def _left_s(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())
+
+
+def _admitted(job: JobHandle, until: float | None) -> JobRecord:
+    """What the pool has decided. Raises WaitTimeout."""
+    from common.errors import WaitTimeout
+
+    try:
+        return job.admitted(_left_s(until))
+    except WaitTimeout as error:
+        raise WaitTimeout(
+            f"{job.id} was pushed, and no coordinator has read it in the given time; it waits"
+        ) from error
+
+
+def _say_eta(record: JobRecord) -> None:
+    if terminal.is_refused(record):
+        fail(record.error)
     elif record.is_terminal:
-        fail(record.error or record.status)
+        print(f"{record.id} has ended: {record.status}")
     else:
         effort = " as best effort: it will probably be late" * (record.admission == "best_effort")
         due_s = (record.eta_s or 0.0) - (record.as_of_s or 0.0)
         off = record.eta_margin_s
         doubt = f", give or take {seconds(off)}: its size was never measured" if off else ""
-        print(f"{job.id} accepted{effort}; expected in {seconds(due_s)}{doubt}")
-    return not record.is_terminal
+        print(f"{record.id} accepted{effort}; expected in {seconds(due_s)}{doubt}")

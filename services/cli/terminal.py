@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from common.client import Client
+    from common.client import Client, JobHandle
     from common.job import Result
+    from common.record import JobRecord
     from common.settings import Settings
 
 
@@ -25,6 +27,7 @@ class Exit(IntEnum):
     NOT_YET = 4  # the job has not ended, or not in the given time
     NO_REDIS = 5
     UNKNOWN = 6  # no such job, or its result has expired
+    REDIS_REFUSES = 7  # a right that the user lacks, no room, no writes for now
     INTERRUPTED = 130
 
 
@@ -67,16 +70,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The settings among the flags given, else from the environment; a bad one ends the command."""
     from pydantic import ValidationError
 
-    from common.settings import Settings
+    from common.settings import Settings, problems
 
     known = Settings.model_fields
     given = {k: v for k, v in vars(args).items() if k in known and v is not None}
     try:
         return Settings(**given)
     except ValidationError as error:
-        for problem in error.errors():
-            name = str(problem["loc"][0]) if problem["loc"] else "settings"
-            fail(f"--{name.replace('_', '-')}: {problem['msg']}, not {problem.get('input')!r}")
+        for line in problems(error):
+            fail(line)
         raise SystemExit(Exit.USAGE) from error
 
 
@@ -101,6 +103,29 @@ def exit_of(result: Result) -> Exit:
     if result.status == "succeeded":
         return Exit.OK
     return Exit.REFUSED if result.error_code in JobRefused.CODES else Exit.FAILED
+
+
+def is_refused(record: JobRecord) -> bool:
+    """Whether the pool took the push for no job."""
+    from common.errors import JobRefused
+
+    return record.is_terminal and record.error_code in JobRefused.CODES
+
+
+def save(job: JobHandle, result: Result, directory: str | None) -> list[Path]:
+    """Write the pictures of a job that succeeded, if it is asked for; a place that cannot be
+    written ends the command."""
+    from common.errors import SlackwaterError
+
+    if not directory or result.status != "succeeded":
+        return []
+    try:
+        return job.save(directory)
+    except SlackwaterError:  # among them one that is an OSError: Redis is away
+        raise
+    except OSError as error:
+        fail(f"--save: {error}; `slackwater result {job.id} --save DIR` writes them elsewhere")
+        raise SystemExit(Exit.USAGE) from error
 
 
 def seconds(value: float | None) -> str:

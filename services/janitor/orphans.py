@@ -61,7 +61,8 @@ class Orphans:
     def __init__(self, t: Transitions, act: bool) -> None:
         self._t, self._act = t, act
         k, ttls = t.keys, t.ttls
-        self._staged, self._latents = k.staged("", 0, 0).removesuffix(":0:0"), f"{k.prefix}latents:"
+        self._staged = k.staged("", 0, 0).removesuffix(":0:0")
+        self._latents = k.latents("", 0, "0").removesuffix(":0:0")
         self._task, self._job = k.task(0).removesuffix("0"), k.job("")
         self._trajectory, self._events, self._tasks = k.trajectory(""), k.events(""), k.tasks("")
         # Keys that no job waits for: prefix -> the TTL that they have by their makers.
