@@ -39,12 +39,9 @@ def forward_rows(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> int:
     return int(params.get("n") or 1) * (2 if guided else 1)
 
 
-# Frames that video models make one of, after the first: Wan, HunyuanVideo and Qwen's VAE.
-FRAMES = 4
-
-
 def row_tokens(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> int:
-    """Image or video tokens of one row of a job."""
-    px = manifest.get("token_px") or 16
+    """Image or video tokens of one row of a job. A video's VAE makes one latent frame of every
+    `token_frames` (Wan 4, LTX 8) after the first."""
+    px, frames = manifest.get("token_px") or 16, manifest.get("token_frames") or 4
     tokens = -(-int(params.get("width") or px) // px) * -(-int(params.get("height") or px) // px)
-    return tokens * (1 + (int(params.get("num_frames") or 1) - 1) // FRAMES)
+    return tokens * (1 + (int(params.get("num_frames") or 1) - 1) // frames)

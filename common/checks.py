@@ -6,13 +6,16 @@ import math
 import re
 from typing import Any
 
+from common.errors import SlackwaterError
+
 MAX_INT = 2**63 - 1  # what msgpack and Redis carry
 FIELD_CHARS = 100
+NUMBER_CHARS = 40
 
 Schema = dict[str, Any]
 
 
-class InvalidRequest(ValueError):
+class InvalidRequest(SlackwaterError, ValueError):
     """A push that cannot become a job: names the field, what is wrong, what would be right."""
 
     def __init__(self, field: str, message: str) -> None:
@@ -92,14 +95,18 @@ def _check_int(name: str, value: Any, rule: Schema) -> int:
     _check_range(name, value, rule)
     if abs(value) > MAX_INT:
         raise InvalidRequest(name, f"{value!r:.40} is too large; the most is {MAX_INT}")
-    multiple = rule.get("multiple_of")
-    if multiple and value % multiple:
-        low, high = value - value % multiple, value - value % multiple + multiple
-        near = [v for v in (low, high) if rule.get("min", 1) <= v <= rule.get("max", math.inf)]
+    each, first = rule.get("multiple_of"), 0
+    if not each:
+        each, first = rule.get("step", 1), rule.get("min", 0)
+    if (value - first) % each:
+        low = value - (value - first) % each
+        bounds = rule.get("min", 1), rule.get("max", math.inf)
+        near = [v for v in (low, low + each) if bounds[0] <= v <= bounds[1]]
         right = (
             f"; {' and '.join(map(str, near))} {'are' if len(near) > 1 else 'is'}" if near else ""
         )
-        raise InvalidRequest(name, f"{value} is not a multiple of {multiple}{right}")
+        what = f"{first} and a multiple of {each}" if first else f"a multiple of {each}"
+        raise InvalidRequest(name, f"{value} is not {what}{right}")
     return value
 
 
@@ -130,12 +137,14 @@ def _shown(value: Any) -> str:
 
 def _check_range(name: str, value: float, rule: Schema) -> None:
     low, high, above = rule.get("min"), rule.get("max"), rule.get("above")
+    said = str(value)  # JSON has numbers of any length
+    said = said if len(said) <= NUMBER_CHARS else f"{said[:NUMBER_CHARS]}…"
     if above is not None and value <= above:
-        raise InvalidRequest(name, f"{value} is too small; it must be above {above}")
+        raise InvalidRequest(name, f"{said} is too small; it must be above {above}")
     if low is not None and value < low:
-        raise InvalidRequest(name, f"{value} is too small; {_span(low, high)}")
+        raise InvalidRequest(name, f"{said} is too small; {_span(low, high)}")
     if high is not None and value > high:
-        raise InvalidRequest(name, f"{value} is too large; {_span(low, high)}")
+        raise InvalidRequest(name, f"{said} is too large; {_span(low, high)}")
 
 
 def _span(low: float | None, high: float | None) -> str:

@@ -12,6 +12,16 @@ EXIT_UNFIT = 3
 FAILURES = 3
 # Errors that may be the worker's own fault; the other codes are the job's, or storage's.
 SUSPICIOUS = frozenset({"stage_error", "out_of_memory"})
+# What Python raises of values that code was not written for. Jobs that are alike bring them to any
+# worker, so it takes more of them to blame this one.
+OF_VALUES = frozenset(
+    {
+        "ArithmeticError", "AssertionError", "AttributeError", "IndexError", "KeyError",
+        "LookupError", "NotImplementedError", "OverflowError", "TypeError", "ValueError",
+        "ZeroDivisionError",
+    }
+)  # fmt: skip
+FAILURES_OF_VALUES = 12
 # After an error of the device's own the CUDA context is gone, whatever runs next.
 BROKEN_DEVICE = ("CUDA error", "HIP error", "CUDNN_STATUS_EXECUTION_FAILED", "NCCL error")
 
@@ -26,7 +36,9 @@ class Fitness:
 
     def __init__(self) -> None:
         self.unfit = ""
-        self._failed: deque[tuple[str, str]] = deque(maxlen=FAILURES)  # job, error
+        # Jobs that failed since one succeeded here.
+        self._failed: deque[str] = deque(maxlen=FAILURES)
+        self._failed_of_values: deque[str] = deque(maxlen=FAILURES_OF_VALUES)
 
     def note(self, ends: Iterable[tuple[str, str, str]]) -> None:
         """How one task ended: (job, error code, error) of each row that ran."""
@@ -36,17 +48,20 @@ class Fitness:
             elif code not in SUSPICIOUS:
                 if not code:
                     self._failed.clear()
+                    self._failed_of_values.clear()
                 continue
             else:
                 self._note_failure(job, error)
 
     def _note_failure(self, job: str, error: str) -> None:
         """A job that fails again says nothing new about the worker."""
-        if any(job == before for before, _ in self._failed):
+        of_values = error.partition(":")[0] in OF_VALUES
+        failed = self._failed_of_values if of_values else self._failed
+        if job in failed:
             return
-        self._failed.append((job, error))
-        if len(self._failed) == FAILURES:
-            jobs = ", ".join(name for name, _ in self._failed)
+        failed.append(job)
+        if len(failed) == failed.maxlen:
             self.unfit = self.unfit or (
-                f"its last {FAILURES} tasks of different jobs failed ({jobs}); the last: {error}"
+                f"its last {len(failed)} tasks of different jobs failed ({', '.join(failed)}); the "
+                f"last: {error}"
             )

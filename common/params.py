@@ -48,9 +48,12 @@ OUTPUT: dict[str, Schema] = {
 # Other people's names for the same thing.
 ALIASES = {
     "num_images_per_prompt": "n",
+    "frame_rate": "fps",
     "cfg_scale": "true_cfg_scale",
     "steps": "num_inference_steps",
 }
+# Formats that hold a moving picture.
+VIDEO_FORMATS = ["png", "webp"]
 
 NO_HOSTS, NO_PREFIXES = Allowed((), ()), Prefixes()
 
@@ -84,6 +87,8 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
     limits = manifest.get("limits", {})
     if "max_n" in limits:
         schema["n"] = {**schema["n"], "max": limits["max_n"]}
+    if manifest.get("task") == "text-to-video":
+        schema["output_format"] = {**schema["output_format"], "choices": VIDEO_FORMATS}
     _expand_size(given)
     for name in given:
         if name not in schema and name not in COMMON:
@@ -94,8 +99,7 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
     common = _fill(given, COMMON)
     params = _fill(given, schema)
     notes = _resolve_aliases(params, given, schema)
-    if common["deadline_ms"] is not None and common["slo_ms"] is not None:
-        raise InvalidRequest("slo_ms", "and deadline_ms both fix the deadline; give one")
+    _check_deadline(common)
     _check_limits(params, limits, schema)
     notes += _cfg_notes(params, given, manifest)
     _check_degrade(common, params, given)
@@ -110,6 +114,8 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
     if params["seed"] is None:
         params["seed"] = secrets.randbelow(2**32)
 
+    exact = pool.exact if common["exact"] is None else common["exact"]
+    notes += _cache_notes(params, exact)
     arrival_s = arrival_of(push.entry)
     deadline_s = None
     if common["deadline_ms"] is not None:
@@ -127,7 +133,7 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
         deadline_s=deadline_s,
         slo_scale=common["slo_scale"],
         on_late=common["on_late"],
-        exact=pool.exact if common["exact"] is None else common["exact"],
+        exact=exact,
         user=common["user"],
         notes=tuple(notes),
         min_steps=common["min_inference_steps"] or 0,
@@ -141,6 +147,12 @@ def accept(push: Push, manifests: Mapping[str, Mapping[str, Any]], pool: PoolDef
 
 def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1000
+
+
+def _check_deadline(common: Mapping[str, Any]) -> None:
+    given = [name for name in ("slo_ms", "slo_scale", "deadline_ms") if common[name] is not None]
+    if len(given) > 1:
+        raise InvalidRequest(given[0], f"and {given[1]} both fix the deadline; give one")
 
 
 def _check_degrade(
@@ -241,27 +253,49 @@ def _check_limits(
         raise InvalidRequest(
             "width", f"{width}x{height} is {width * height} pixels; up to {most} are allowed"
         )
-    sigmas = params.get("sigmas")
-    if sigmas is not None and len(sigmas) != params.get("num_inference_steps"):
-        raise InvalidRequest(
-            "sigmas",
-            f"has {len(sigmas)} values for {params.get('num_inference_steps')} steps; give as many",
+    sigmas, steps = params.get("sigmas"), params.get("num_inference_steps") or 0
+    beyond = schema.get("sigmas", {}).get("beyond_steps", 0)
+    if sigmas is not None and len(sigmas) != steps + beyond:
+        right = (
+            f"{steps + beyond}, the last being where the last step ends" if beyond else "as many"
         )
+        raise InvalidRequest("sigmas", f"has {len(sigmas)} values for {steps} steps; give {right}")
 
 
 def _cfg_notes(
     params: Mapping[str, Any], given: Mapping[str, Any], manifest: Mapping[str, Any]
 ) -> list[str]:
-    """Say when guidance was asked for and the model will not use it."""
+    """Say when guidance, or what to steer away from, was asked for and will not be used."""
     rule = manifest.get("cfg") or {}
-    scale, needs = rule.get("scale"), rule.get("needs")
-    if not scale or not needs or params.get(needs) is not None:
+    scale, needs, above = rule.get("scale"), rule.get("needs"), rule.get("above", 1.0)
+    if not scale:
+        return []
+    if params.get("negative_prompt") is not None and not (params.get(scale) or 0) > above:
+        return [
+            f"negative_prompt has no effect with {scale} {params.get(scale)}: guidance is on above "
+            f"{above:g}"
+        ]
+    if not needs or params.get(needs) is not None:
         return []
     schemas = manifest.get("parameters", {})
     asked = any(name == scale or schemas.get(name, {}).get("alias_of") == scale for name in given)
-    if asked and (params.get(scale) or 0) > 1:
+    if asked and (params.get(scale) or 0) > above:
         return [f"{scale} {params[scale]} has no effect without {needs}"]
     return []
+
+
+def _cache_notes(params: Mapping[str, Any], exact: bool) -> list[str]:
+    """Say what a step cache does not read, and what it takes from exactness."""
+    cache = params.get("cache") or "none"
+    notes = []
+    if params.get("cache_threshold") is not None and cache != "first_block":
+        notes.append(f"cache_threshold has no effect with cache {cache}; first_block reads it")
+    if exact and cache != "none":
+        notes.append(
+            f"cache {cache}: exact while the job stays on one worker; one that moves, or whose "
+            "cache makes room for others, goes on with a fresh one and other pixels"
+        )
+    return notes
 
 
 def _did_you_mean(name: str, schema: Mapping[str, Schema]) -> str:

@@ -62,6 +62,7 @@ class DecodeStage:
 
     def stage_in(self, task: Task) -> dict[str, Any]:
         """By job, the parts it decodes from, or the exception that reading them raised."""
+        self.model.make_current()  # on the thread that stages
         staged: dict[str, Any] = {}
         for row in task.rows:
             try:

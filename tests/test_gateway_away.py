@@ -145,7 +145,7 @@ def of(job: str, content: str) -> Result:
 
 def test_a_video_of_the_same_id_is_another_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its predecessor was deleted, and its MP4 must not come again."""
-    monkeypatch.setattr(movies, "_made", lambda animated: b"mp4 of " + animated)
+    monkeypatch.setattr(movies, "_made", lambda animated, params: b"mp4 of " + animated)
 
     async def shown() -> list[bytes | None]:
         made = Movies(Nothing())  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def test_a_video_of_the_same_id_is_another_video(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_that_was_made_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movies, "_made", lambda animated: animated)
+    monkeypatch.setattr(movies, "_made", lambda animated, params: animated)
 
     async def shown() -> bytes | None:
         made = Movies(Nothing())  # type: ignore[arg-type]

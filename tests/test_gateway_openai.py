@@ -20,6 +20,7 @@ from common.connect import writing
 from common.noop import expected
 from common.settings import Settings
 from examples import http_openai
+from services.gateway.video_routes import _nearest
 from services.pool.local import LocalPool
 from tests.animations import animated
 from tests.gateway_server import LONG, WAIT_S, error_of, gateway
@@ -73,7 +74,7 @@ def test_a_picture_comes_as_base64_or_by_its_address(client: OpenAI) -> None:
     by_address = client.images.generate(**asked, response_format="url")
     assert by_address.data
     assert by_address.data[0].b64_json is None
-    answer = httpx.get(by_address.data[0].url or "")
+    answer = httpx.get(by_address.data[0].url or "", timeout=WAIT_S)
     assert answer.headers["content-type"] == "image/png"
     assert answer.content == content, "the same seed is the same picture"
 
@@ -206,7 +207,7 @@ def test_a_video_is_downloaded_as_mp4_and_gone_with_its_job(
         with av.open(io.BytesIO(answer.content)) as movie:
             assert movie.streams.video[0].codec_context.name == "h264"
             assert len(list(movie.decode(video=0))) == 5
-    with httpx.Client(base_url=pool.http_url) as http:
+    with httpx.Client(base_url=pool.http_url, timeout=WAIT_S) as http:
         original = http.get(f"/v1/videos/{done.id}/content", params={"variant": "original"})
     assert original.content == frames
     assert client.videos.delete(done.id).deleted
@@ -270,6 +271,15 @@ def test_a_video_may_be_asked_for_as_json(pool: LocalPool) -> None:
         body["input_reference"] = {"image_url": "http://127.0.0.1/x.png"}
         answer = http.post("/v1/videos", json=body)
         assert "URLs are not fetched" in error_of(answer, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "right"), [(151, 153), (149, 149), (65, 65), (2, 1), (260, 257), (400, 401)]
+)
+def test_seconds_become_frames_that_the_model_makes(frames: int, right: int) -> None:
+    """The nearest; what is beyond its bounds stays there, to be refused."""
+    assert _nearest(frames, {"min": 1, "max": 260, "step": 4}) == right
+    assert _nearest(frames, {"min": 1, "max": 1000}) == frames
 
 
 # -- the page in docs ----------------------------------------------------------------------

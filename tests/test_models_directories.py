@@ -17,10 +17,14 @@ import torch
 from PIL import Image, ImageSequence
 
 from common.arena import Arena
+from common.checks import InvalidRequest
 from common.handles import HandleStore
 from common.models import parcels
 from common.models.stages import build_stage
-from tests.tiny_models import flux_parts, save_denoiser, wan22_parts
+from common.params import PoolDefaults, accept
+from common.push import read_push
+from tests.fakes import raw_push
+from tests.tiny_models import flux_parts, ltx_vae, save_denoiser, wan22_parts
 from tests.tiny_pipeline import Job, Stages
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,6 +35,7 @@ FLUX_ENCODERS = {
     "text_encoder_2": "T5EncoderModel",
     "tokenizer_2": "T5TokenizerFast",
 }
+LTX_ENCODERS = {"text_encoder": "T5EncoderModel", "tokenizer": "T5TokenizerFast"}
 WAN_ENCODERS = {"text_encoder": "UMT5EncoderModel", "tokenizer": "T5TokenizerFast"}
 
 
@@ -102,6 +107,11 @@ def test_wan22_equals_its_classic_pipeline(tmp_path: Path, monkeypatch: pytest.M
     assert made["task"] == "text-to-video"
     assert {"transformer", "transformer_2"} <= set(made["components"])
     assert {"num_frames", "fps", "guidance_scale", "guidance_scale_2"} <= set(made["parameters"])
+    # WanPipeline takes none, and UniPC fails on a list of them.
+    assert "sigmas" not in made["parameters"]
+    assert (made["token_frames"], made["parameters"]["fps"]["default"]) == (4, 16)
+    for frames, said in ((80, "77 and 81 are"), (258, "from 1 to 257"), (81, "")):
+        assert said in refusal(made, num_frames=frames)
 
     embeds = {
         "prompt_embeds": torch.randn(1, 5, 32),
@@ -129,3 +139,37 @@ def test_wan22_equals_its_classic_pipeline(tmp_path: Path, monkeypatch: pytest.M
     assert len(frames) == len(expected) == 9
     assert np.array_equal(np.stack(frames), expected)
     assert video.info["duration"] == 100
+
+
+def test_ltx_says_what_its_videos_may_be(tmp_path: Path) -> None:
+    """Eight frames make one, and it is 25 a second where nobody says otherwise. The classic
+    pipeline makes one frame of 8 without a word."""
+    parts = {
+        "transformer": diffusers.LTXVideoTransformer3DModel(
+            in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16,
+            cross_attention_dim=32, num_layers=1, caption_channels=32,
+        ),
+        "vae": ltx_vae(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+    }  # fmt: skip
+    model = save_denoiser(tmp_path / "ltx", "LTXPipeline", LTX_ENCODERS, parts)
+    stages = Denoisers(model, tmp_path / "arena").by_kind
+    for stage in stages.values():
+        made = stage.manifest()
+        assert made["token_frames"] == 8
+        assert made["parameters"]["fps"]["default"] == 25
+        assert made["parameters"]["num_frames"]["default"] == 161
+        for frames, said in ((8, "1 and 9 are"), (9, "")):
+            assert said in refusal(made, num_frames=frames)
+    # Jobs of two rates have other positions in time, and cannot share a pass.
+    assert "fps" in stages["denoise"].manifest()["batch"]["same"]
+
+
+def refusal(manifest: dict[str, Any], **fields: Any) -> str:
+    """Why a job of these fields is refused; "" if it is not."""
+    push = read_push("1000-0", raw_push(prompt="x", **fields))
+    try:
+        accept(push, {manifest["model"]: manifest}, PoolDefaults())
+    except InvalidRequest as error:
+        return str(error)
+    return ""

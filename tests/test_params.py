@@ -22,6 +22,7 @@ from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator.admission import Admission, Queue
 from services.coordinator.effects import call_of
 from services.coordinator.events import Pushed, Refuse, Submit
+from services.coordinator.spread import Spread
 from services.costs.model import CostModel
 from services.policies import make_policy
 from services.policies.base import View
@@ -39,7 +40,16 @@ GUIDED: dict[str, Any] = {
     },
     "cfg": {"scale": "guidance_scale", "needs": "negative_prompt"},
 }
-EMPTY = Queue(Contained(make_policy("slack")), View(ranks=[]), CostModel(), 0, (), 1.0)
+EMPTY = Queue(
+    policy=Contained(make_policy("slack")),
+    view=View(ranks=[]),
+    costs=CostModel(),
+    spread=Spread(),
+    active=0,
+    is_active=lambda job: False,
+    late=(),
+    now=1.0,
+)
 
 
 def accepted(raw: dict[bytes, bytes], manifests: dict[str, Any] | None = None) -> JobSpec:
@@ -121,6 +131,13 @@ BAD: list[tuple[str, dict[bytes, bytes], str, str]] = [
     ("bad truth", raw_push(prompt="x", exact="perhaps"), "exact", "true or false"),
     ("no time", raw_push(prompt="x", slo_ms=0), "slo_ms", "above 0"),
     ("two deadlines", raw_push(prompt="x", slo_ms=9, deadline_ms=9), "slo_ms", "give one"),
+    (
+        "a scale beside a deadline",
+        raw_push(prompt="x", slo_scale=2, deadline_ms=9),
+        "slo_scale",
+        "and deadline_ms both fix the deadline",
+    ),
+    ("a scale beside a time", raw_push(prompt="x", slo_scale=2, slo_ms=9), "slo_ms", "slo_scale"),
     ("sigmas of another length", raw_push(prompt="x", sigmas="1,0.5"), "sigmas", "give as many"),
     ("NaN among sigmas", raw_push(prompt="x", sigmas="nan"), "sigmas", "finite"),
 ]
@@ -161,6 +178,68 @@ def test_other_peoples_names_and_size_are_understood() -> None:
 def test_guidance_without_effect_is_said() -> None:
     spec = accepted(raw_push(prompt="x", guidance_scale=5))
     assert any("has no effect without negative_prompt" in note for note in spec.notes)
+
+
+def noted(manifest: dict[str, Any], **fields: Any) -> str:
+    return " ".join(accepted(raw_push(prompt="x", **fields), {"noop": manifest}).notes)
+
+
+def test_a_negative_prompt_without_guidance_is_said() -> None:
+    """As the classic pipelines warn; where guidance begins is the model's own."""
+    plain = {**GUIDED, "cfg": {"scale": "guidance_scale", "needs": None, "above": 1.0}}
+    early = {**GUIDED, "cfg": {"scale": "guidance_scale", "needs": None, "above": 0.0}}
+    asked = {"negative_prompt": "y", "guidance_scale": 1}
+    assert "negative_prompt has no effect with guidance_scale 1.0" in noted(plain, **asked)
+    assert noted(early, **asked) == noted(plain, guidance_scale=1) == ""
+    assert noted(plain, negative_prompt="y") == ""
+
+
+def test_what_a_step_cache_does_not_read_is_said() -> None:
+    """And that exactness ends where a job's cache is lost."""
+    cached = {
+        **GUIDED,
+        "parameters": {
+            **GUIDED["parameters"],
+            "cache": {"type": "str", "default": "none",
+                      "choices": ["none", "first_block", "taylor_seer"]},
+            "cache_threshold": {"type": "float", "default": None, "nullable": True},
+        },
+    }  # fmt: skip
+    for cache in ("none", "taylor_seer"):
+        said = noted(cached, cache=cache, cache_threshold=0.3, exact="false")
+        assert said == f"cache_threshold has no effect with cache {cache}; first_block reads it"
+    assert noted(cached, cache="first_block", cache_threshold=0.3, exact="false") == ""
+    assert "goes on with a fresh one and other pixels" in noted(cached, cache="first_block")
+
+
+def test_a_scheduler_may_want_one_sigma_more_than_steps() -> None:
+    """Euler's last one is where its last step ends."""
+    sigmas = {"type": "list[float]", "nullable": True, "beyond_steps": 1}
+    euler = {"noop": {**GUIDED, "parameters": {**GUIDED["parameters"], "sigmas": sigmas}}}
+    assert accepted(raw_push(prompt="x", steps=2, sigmas="9,3,0"), euler).params["sigmas"]
+    with pytest.raises(InvalidRequest, match="has 2 values for 2 steps; give 3, the last being"):
+        accepted(raw_push(prompt="x", steps=2, sigmas="9,3"), euler)
+
+
+def test_a_video_is_refused_before_it_is_made() -> None:
+    """A number of frames that its autoencoder cannot make, or a file that cannot move."""
+    frames = {"type": "int", "default": 81, "min": 1, "max": 257, "step": 4}
+    fps = {"type": "float", "default": 16}
+    video = {
+        **MANIFEST,
+        "task": "text-to-video",
+        "parameters": {**MANIFEST["parameters"], "num_frames": frames, "fps": fps},
+    }
+    served = {"noop": video}
+    for fields, right in (
+        ({"num_frames": 80}, "num_frames: 80 is not 1 and a multiple of 4; 77 and 81 are"),
+        ({"num_frames": 0}, "num_frames: 0 is too small"),
+        ({"output_format": "jpeg"}, "output_format: 'jpeg' is not one of png, webp"),
+    ):
+        with pytest.raises(InvalidRequest, match=right):
+            accepted(raw_push(prompt="x", **fields), served)
+    spec = accepted(raw_push(prompt="x", num_frames=1, frame_rate=24), served)
+    assert (spec.params["num_frames"], spec.params["fps"]) == (1, 24)
 
 
 def test_payload_and_fields_mean_the_same() -> None:

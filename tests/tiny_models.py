@@ -266,3 +266,13 @@ def wan22_parts() -> dict[str, Any]:
     }
     _disturb(parts["transformer"], parts["transformer_2"], parts["vae"])
     return parts
+
+
+def ltx_vae() -> Any:
+    """A tiny autoencoder of LTX: 8 frames make one, 32 pixels of a side."""
+    import diffusers
+
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+    ).eval()  # fmt: skip

@@ -56,7 +56,7 @@ def key(model: Denoiser, job: LiveJob, mixed: ragged.Form | None = None) -> tupl
     """Jobs of equal keys may share a forward; None where this job may not.
 
     Geometry must agree unless sizes are mixed. So must the length of prompts, where the denoiser
-    takes no mask for them.
+    takes no mask for them, and what the family wants alike.
     """
     how = model.quirks.batching
     if how is None or any(job.state.get(name) is not None for name in how.alone_with):
@@ -67,8 +67,8 @@ def key(model: Denoiser, job: LiveJob, mixed: ragged.Form | None = None) -> tupl
         return None
     if mixed:
         return ("mixed", tuple(latents.shape[2:]), str(latents.dtype), lengths)
-    shapes = repr(job.state.get("img_shapes"))
-    return (tuple(latents.shape[1:]), str(latents.dtype), shapes, lengths)
+    alike = (repr(job.state.get(name)) for name in ("img_shapes", *how.alike))
+    return (tuple(latents.shape[1:]), str(latents.dtype), *alike, lengths)
 
 
 def _prompt_lengths(job: LiveJob) -> tuple[int, ...]:

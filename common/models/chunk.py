@@ -58,14 +58,15 @@ class Pacer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._last: Any = None
 
     def step_issued(self) -> None:
         if not self._cuda:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        # Of the device that computes, whichever is current on this thread.
+        event.record(torch.cuda.current_stream(self._device))
         if self._last is not None:
             self._last.synchronize()
         self._last = event

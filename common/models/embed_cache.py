@@ -22,8 +22,6 @@ class EmbedCache:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self.hits = 0
-        self.misses = 0
         self._parcels: OrderedDict[str, tuple[Parcel, int]] = OrderedDict()
 
     @staticmethod
@@ -37,10 +35,8 @@ class EmbedCache:
     def get(self, key: str) -> Parcel | None:
         entry = self._parcels.get(key)
         if entry is None:
-            self.misses += 1
             return None
         self._parcels.move_to_end(key)
-        self.hits += 1
         return entry[0]
 
     def put(self, key: str, parcel: Parcel) -> None:

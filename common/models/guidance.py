@@ -26,6 +26,12 @@ class Rule:
     above: float = 1.0  # guidance is on for scales greater than this
     alias: str | None = None  # parameter that stands for `scale` where only it is given
     second: str | None = None  # scale of the second expert; defaults to `scale`
+    original: bool = False  # cond + scale·(cond − uncond), where others have uncond + scale·(…)
+
+    @property
+    def off(self) -> float:
+        """The scale at which the formula is the conditional prediction alone."""
+        return 0.0 if self.original else 1.0
 
 
 # Families whose classic pipeline differs from Rule(), by the blocks' model_name.
@@ -36,9 +42,25 @@ RULES = {
     "qwenimage": Rule(scale="true_cfg_scale", needs="negative_prompt", alias="guidance_scale"),
     # WanPipeline: do_classifier_free_guidance = guidance_scale > 1, scale 2 defaults to it.
     "wan": Rule(second="guidance_scale_2"),
-    # ZImagePipeline: do_classifier_free_guidance = guidance_scale > 0.
-    "z-image": Rule(above=0.0),
+    # ZImagePipeline: do_classifier_free_guidance = guidance_scale > 0, and
+    # pred = pos + guidance_scale * (pos - neg).
+    "z-image": Rule(above=0.0, original=True),
 }
+
+
+class Guider(ClassifierFreeGuidance):  # type: ignore[misc]
+    """Guides whenever it is enabled.
+
+    diffusers' own leaves the second forward pass out at scale 1, where the classic pipelines,
+    once guidance is on, compute uncond + 1·(cond − uncond), which rounds otherwise. Wan's second
+    expert may have that scale.
+    """
+
+    def _is_cfg_enabled(self) -> bool:
+        if not self._enabled or self._num_inference_steps is None:
+            return bool(self._enabled)
+        first, last = (int(at * self._num_inference_steps) for at in (self._start, self._stop))
+        return bool(first <= self._step < last)
 
 
 def rule(pipe: ModularPipeline) -> Rule | None:
@@ -77,20 +99,25 @@ def scale_of(how: Rule, params: dict[str, Any]) -> float | None:
 def guiders(pipe: ModularPipeline, how: Rule | None, params: dict[str, Any]) -> dict[str, Any]:
     """New guiders for one job, by component name.
 
-    Off means disabled and scale 1: some blocks ask the one, some the other, and SDXL's loop
-    enables its guider by itself.
+    Off is diffusers' own guider, disabled, at the scale that says the same: some blocks ask the
+    one, some the other, and SDXL's loop enables its guider by itself.
     """
     if how is None:
         return {}
-    on = is_on(how, params)
-    made = {"guider": _new(pipe.guider, scale_of(how, params) if on else 1.0, on)}
-    second = getattr(pipe, "guider_2", None)
-    if second is not None:
-        scale = params.get(how.second) if how.second else None
-        scale = scale_of(how, params) if scale is None else float(scale)
-        made["guider_2"] = _new(second, scale if on else 1.0, on)
+    scale = scale_of(how, params) if is_on(how, params) else None
+    made = {"guider": _new(pipe.guider, how, scale)}
+    if getattr(pipe, "guider_2", None) is not None:
+        second = params.get(how.second) if how.second and scale is not None else None
+        made["guider_2"] = _new(pipe.guider_2, how, scale if second is None else float(second))
     return made
 
 
-def _new(guider: Any, scale: float | None, enabled: bool) -> Any:
-    return guider.new(guidance_scale=1.0 if scale is None else scale, enabled=enabled)
+def _new(guider: Any, how: Rule, scale: float | None) -> Any:
+    """One like `guider` at `scale`; None is off."""
+    kind = ClassifierFreeGuidance if scale is None else Guider
+    return kind.from_config(
+        guider.config,
+        guidance_scale=how.off if scale is None else scale,
+        use_original_formulation=how.original,
+        enabled=scale is not None,
+    )

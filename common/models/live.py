@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,12 @@ from common.models.errors import BadInput
 from common.models.guidance import Rule
 from common.models.quirks import Quirks
 from common.models.split import Split
+
+log = logging.getLogger(__name__)
+
+# What diffusers' code raises of values that it was not written for. Nothing but parameters and
+# embeddings enters the prepare blocks, so another try, or another worker, would raise it again.
+OF_VALUES = (TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 class Denoiser(Protocol):
@@ -62,18 +69,34 @@ class LiveJob:
 def prepare(model: Denoiser, params: dict[str, Any], embeds: dict[str, Any]) -> LiveJob:
     """Step 0: timesteps, initial latents from the seed, everything the loop reads.
 
-    Raises BadInput where the scheduler makes no usable timesteps of these parameters.
+    Raises BadInput where the blocks can do nothing with these parameters, or the scheduler makes
+    other timesteps of them than the job was admitted with.
     """
     job = _blank(model, params)
     state.restore_embeds(job.state, embeds)
-    request.run_blocks(model.split.prepare, job.pipe, job.state)
+    try:
+        request.run_blocks(model.split.prepare, job.pipe, job.state)
+    except OF_VALUES as error:
+        log.warning("a job's parameters cannot be prepared", exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        raise BadInput(f"this model can do nothing with these parameters ({what})") from error
     model.quirks.prepared(job.pipe, job.state)
-    if not bool(torch.isfinite(job.state.get("timesteps")).all()):
-        raise BadInput(
-            "num_inference_steps: the scheduler makes no finite timesteps of these; use more"
-        )
+    _check_timesteps(job, params)
     job.marks = schedulers.Marks.of(job.pipe.scheduler)
     return job
+
+
+def _check_timesteps(job: LiveJob, params: dict[str, Any]) -> None:
+    own = params.get("sigmas") is not None
+    field = "sigmas" if own else "num_inference_steps"
+    if not bool(torch.isfinite(job.state.get("timesteps")).all()):
+        remedy = "give falling ones that end below 1" if own else "use more"
+        raise BadInput(f"{field}: the scheduler makes no finite timesteps of these; {remedy}")
+    steps = params.get("num_inference_steps")
+    if steps is not None and job.steps != steps:
+        raise BadInput(
+            f"{field}: the scheduler makes {job.steps} steps of these, where the job has {steps}"
+        )
 
 
 def resume(model: Denoiser, params: dict[str, Any], parts: dict[str, Any]) -> LiveJob:

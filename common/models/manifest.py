@@ -1,9 +1,9 @@
 """A model's manifest: its parameters, limits and facts, as JSON for the coordinator.
 
 Parameters are those that users of the classic pipeline know, with its defaults, as far as
-the blocks of this model read them. Ranges come from the model (multiples from the VAE and
-patch size), from limits, which are settings, and from an optional `slackwater.json` in the
-model directory:
+the blocks of this model read them: what only the blocks name was never tried. Ranges come from
+the model (multiples from the VAE and patch size), from limits, which are settings, and from an
+optional `slackwater.json` in the model directory:
 
     {"name": "…", "limits": {"max_pixels": …}, "parameters": {"width": {"default": 128}}}
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.models import mixing, schedulers, step_cache
 from common.models.errors import RefusedModel
+from common.models.request import FRAME_RATE
 from common.stage import DENOISE
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         "nullable": True,
         "min": 0.0,
         "max": 1000.0,
-        "description": "Own noise levels, one a step, instead of the scheduler's.",
+        "description": "Own noise levels instead of the scheduler's, one a step and beyond_steps "
+        "more.",
     },
     "max_sequence_length": {
         "type": "int",
@@ -94,8 +96,9 @@ CACHES: dict[str, dict[str, Any]] = {
         "description": "Relative change below which first_block skips; 0.05 where not given.",
     },
 }
-# What a video is played at where the job does not say; Wan's own rate.
+# What a video is played at where neither job nor classic pipeline says; Wan's own rate.
 DEFAULT_FPS = 16
+FPS = {"type": "float", "default": DEFAULT_FPS, "min": 1, "max": 120}
 # Families whose latents are packed p×p outside of the transformer, which then says patch 1.
 PACKED = {"flux": 2, "flux-kontext": 2, "flux2": 2, "flux2-klein": 2}
 
@@ -138,6 +141,7 @@ def build(model: Model, limits: dict[str, int] | None = None) -> dict[str, Any]:
         "limits": bounds,
         "scheduler": model.verdict.to_manifest(),
         "token_px": token_px,
+        "token_frames": _token_frames(model),
         # The denoiser's alone: what it does with sizes, the other stages need not know.
         **({"batch": _batch(model, parameters)} if model.stage == DENOISE else {}),
         "costs": _costs(model),
@@ -156,6 +160,8 @@ def _batch(model: Model, parameters: dict[str, Any]) -> dict[str, Any] | None:
     if how is None:
         return None
     same = ["num_frames"] if model.mixed else ["width", "height", "num_frames"]
+    if FRAME_RATE in how.alike:
+        same.append("fps")
     if not how.pads:
         same.append("max_sequence_length")  # what every prompt is padded to
     out: dict[str, Any] = {"same": [name for name in same if name in parameters]}
@@ -197,6 +203,15 @@ def _token_px(model: Model) -> int:
     return int(scale) * _patch(model)
 
 
+def _token_frames(model: Model) -> int:
+    """Frames that the VAE makes one of, after the first, which stands alone; 1 for pictures."""
+    if _task(model) != "text-to-video":
+        return 1
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    found = (getattr(model.pipe, name, None) for name in names)
+    return int(next((frames for frames in found if frames), 1))
+
+
 def _parameters(model: Model, limits: dict[str, int], token_px: int) -> dict[str, Any]:
     inputs = {param.name: param for param in model.split.inputs}
     classic = _classic_defaults(model.directory.pipeline_class)
@@ -206,7 +221,7 @@ def _parameters(model: Model, limits: dict[str, int], token_px: int) -> dict[str
         names |= {name for name in (rule.scale, rule.alias, rule.second) if name}
     out: dict[str, Any] = {}
     for name, known in KNOWN.items():
-        if name not in names or (name == "guidance_scale_2" and not _has_two_experts(model)):
+        if name not in names or not _is_offered(name, model, classic):
             continue
         default = classic.get(name)
         if default is None and name in inputs:
@@ -226,14 +241,25 @@ def _parameters(model: Model, limits: dict[str, int], token_px: int) -> dict[str
         out |= CACHES
         out["cache"] = {**CACHES["cache"], "choices": [step_cache.NONE, *model.quirks.caches]}
     if _task(model) == "text-to-video":
-        out["fps"] = {
-            "type": "float",
-            "default": DEFAULT_FPS,
-            "min": 1,
-            "max": 120,
-            "description": "Frames a second the video is played at; its content does not change.",
-        }
+        out["fps"] = _fps(inputs, classic)
     return out
+
+
+def _is_offered(name: str, model: Model, classic: dict[str, Any]) -> bool:
+    if name == "guidance_scale_2":
+        return _has_two_experts(model)
+    if name == "sigmas" and schedulers.sigmas_beyond_steps(model.pipe.scheduler) is None:
+        return False
+    return not classic or name in classic
+
+
+def _fps(inputs: dict[str, Any], classic: dict[str, Any]) -> dict[str, Any]:
+    if FRAME_RATE not in inputs:
+        what = "Frames a second the video is played at; its content does not change."
+        return {**FPS, "description": what}
+    rate = classic.get(FRAME_RATE) or inputs[FRAME_RATE].default or DEFAULT_FPS
+    what = f"Frames a second the video is made for and played at; {FRAME_RATE} of the pipeline."
+    return {**FPS, "default": rate, "description": what}
 
 
 def _bounds(
@@ -249,9 +275,10 @@ def _bounds(
         least = schedulers.least_steps(model.pipe.scheduler)
         return {"min": least, "max": limits["max_steps"]}
     if name == "sigmas":
-        return {"max_length": limits["max_steps"]}
+        beyond = schedulers.sigmas_beyond_steps(model.pipe.scheduler) or 0
+        return {"max_length": limits["max_steps"] + beyond, "beyond_steps": beyond}
     if name == "num_frames":
-        return {"max": limits["max_frames"]}
+        return {"max": limits["max_frames"], "step": _token_frames(model)}
     if name == "max_sequence_length":
         # The blocks refuse more than their own default (Qwen 1024, Flux 512).
         return {"max": int(inputs[name].default or 512)}
@@ -271,14 +298,14 @@ def _has_two_experts(model: Model) -> bool:
 
 
 def _classic_defaults(class_name: str) -> dict[str, Any]:
-    """Defaults of the classic pipeline's __call__; empty for a modular-only model."""
+    """Parameters of the classic pipeline's __call__ and their defaults, None where there is none;
+    empty for a modular-only model."""
     import diffusers
 
     cls = getattr(diffusers, class_name, None)
     if cls is None or issubclass(cls, diffusers.ModularPipeline):
         return {}
     return {
-        name: parameter.default
+        name: None if parameter.default is inspect.Parameter.empty else parameter.default
         for name, parameter in inspect.signature(cls.__call__).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
     }

@@ -46,6 +46,7 @@ class Model:
         self.stage = stage
         self.threads = threads
         self.device = _device(device)
+        self.make_current()
         self.dtype_name = dtype
         self.attention = attention.resolve(attention_backend, device)
         self.directory: ModelDirectory = open_directory(model, name)
@@ -62,6 +63,12 @@ class Model:
         self.quirks.check(self.pipe)
         self.mixed = mixing.choose(mixed_sizes, self)  # how sizes share a forward; None: not
         self.verdict = schedulers.verdict(self.pipe.scheduler)
+
+    def make_current(self) -> None:
+        """Have this thread use this model's CUDA device where torch is not told which. A thread
+        that never says so uses the first, and opens a context there."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
 
     def own_pipeline(self, params: dict[str, Any]) -> Any:
         return request.own_pipeline(self.pipe, self.rule, params)

@@ -15,6 +15,7 @@ from diffusers import ModularPipeline
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from common.models.errors import RefusedModel
+from common.models.request import FRAME_RATE
 
 
 def _nothing(pipe: ModularPipeline, state: PipelineState) -> None:
@@ -38,6 +39,7 @@ class Batching:
     rows: tuple[str, ...] = ()  # what blocks without a guider read by themselves, a row a picture
     geometry: tuple[str, ...] = ()  # tensors that jobs of one size have in common
     alone_with: tuple[str, ...] = ()  # values that keep a job out where they are set
+    alike: tuple[str, ...] = ()  # inputs beside the sizes in which jobs must agree
     mixes: bool = False  # its jobs may differ in size (ragged.py)
 
     @property
@@ -92,6 +94,7 @@ def _wan_prepared(pipe: ModularPipeline, state: PipelineState) -> None:
 # FLUX: the classic pipeline expands the timestep to the batch, the modular block passes one
 # for all n pictures, and a time embedding of batch 1 differs from one of batch n (4e-7).
 # FLUX has no guider; its blocks read embeddings and the embedded guidance by themselves.
+# LTX: the frame rate scales the positions in time that all rows of a forward have in common.
 # LTX, WAN: diffusers' TaylorSeer finds none of their attention modules (attn1, attn2).
 # SDXL: timestep_cond (LCM) is read beside the guider.
 QUIRKS = {
@@ -103,7 +106,10 @@ QUIRKS = {
             geometry=("txt_ids", "img_ids"),
         ),
     ),
-    "ltx": Quirks(batching=Batching(mask="encoder_attention_mask"), caches=("first_block",)),
+    "ltx": Quirks(
+        batching=Batching(mask="encoder_attention_mask", alike=(FRAME_RATE,)),
+        caches=("first_block",),
+    ),
     "qwenimage": Quirks(
         check=_qwen_check,
         prepared=_qwen_prepared,

@@ -13,8 +13,10 @@ from common.models import guidance, schedulers
 from common.models.errors import BadInput
 from common.models.split import Named, Split
 
-# Our parameter → diffusers' input. All others have the same name on both sides.
-RENAMED = {"n": "num_images_per_prompt"}
+# Our parameter → diffusers' input. All others have the same name on both sides. LTX places frames
+# in time by the rate they are played at; models without that input are not told.
+FRAME_RATE = "frame_rate"
+RENAMED = {"n": "num_images_per_prompt", "fps": FRAME_RATE}
 # Read elsewhere than through the blocks' inputs.
 NOT_INPUTS = {"seed"}
 

@@ -44,8 +44,11 @@ def guarded(row: Row, work: Callable[[], Outcome]) -> Outcome:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the CUDA context is gone, so that no later row can succeed in this process."""
-    return "CUDA error" in str(error)
+    """Whether the CUDA context is gone, so that no later row can succeed in this process.
+
+    Torch says so in a RuntimeError; other errors may quote a job's own words.
+    """
+    return isinstance(error, RuntimeError) and "CUDA error: " in str(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -30,6 +30,9 @@ REFUSED = {
     "carried",
 }
 
+# Falling noise levels within every scheduler's range.
+TRIAL_SIGMAS = [0.9, 0.5, 0.1]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -135,10 +138,34 @@ def least_steps(scheduler: Any) -> int:
     return 1 if bool(torch.isfinite(torch.as_tensor(trial.timesteps)).all()) else 2
 
 
-def _set_timesteps(scheduler: Any, steps: int) -> None:
-    accepted = inspect.signature(scheduler.set_timesteps).parameters
-    extra: dict[str, Any] = {"mu": 0.5} if "mu" in accepted else {}
-    scheduler.set_timesteps(steps, **extra)
+def sigmas_beyond_steps(scheduler: Any) -> int | None:
+    """How many more sigmas than steps a job of its own sigmas brings; None: it cannot bring any.
+
+    Euler's last one is where its last step ends, so it takes n + 1; the flow-matching schedulers
+    take n. Found by trying: UniPC's set_timesteps has the parameter and fails on a list.
+    """
+    trial = fresh(scheduler)
+    if "sigmas" not in _accepted(trial):
+        return None
+    try:
+        _set_timesteps(trial, sigmas=TRIAL_SIGMAS)
+        beyond = len(TRIAL_SIGMAS) - len(trial.timesteps)
+    except Exception:
+        return None
+    return beyond if beyond in (0, 1) else None
+
+
+def _accepted(scheduler: Any) -> set[str]:
+    return set(inspect.signature(scheduler.set_timesteps).parameters)
+
+
+def _set_timesteps(
+    scheduler: Any, steps: int | None = None, sigmas: list[float] | None = None
+) -> None:
+    given: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
+    if "mu" in _accepted(scheduler):
+        given["mu"] = 0.5
+    scheduler.set_timesteps(**given)
 
 
 def _dry_run(scheduler: Any) -> None:

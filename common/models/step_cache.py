@@ -50,16 +50,6 @@ class CacheState:
 
     by_hook: list[dict[str, Any]] = field(default_factory=list)
 
-    def nbytes(self) -> int:
-        """Bytes of its tensors, each storage once."""
-        seen = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for states in self.by_hook
-            for state in states.values()
-            for t in _tensors(vars(state))
-        }
-        return sum(seen.values())
-
 
 class Twins:
     """The denoisers of one pipeline under the cache settings that its jobs asked for of late.
@@ -202,14 +192,3 @@ def _innermost(denoiser: torch.nn.Module) -> torch.nn.Module:
     inside = _blocks(denoiser)[-1].named_modules()
     found: torch.nn.Module = next(m for name, m in inside if name.endswith("to_q"))
     return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -31,7 +31,9 @@ def register(app: Any, client: Client, redis: Any, settings: Settings) -> None:
         """
         from common import movie  # video libraries that few need
 
-        content, frames, fps = movie.to_mp4(client.output(job, n))
+        file, result = client.output(job, n), client.result(job)
+        asked = movie.asked(result.params) if result else {}
+        content, frames, fps = movie.to_mp4(file, **asked)
         key = client.keys.movie(job, n)
         redis.set(key, content, px=round(1000 * settings.output_ttl_s))
         return {

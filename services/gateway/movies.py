@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import logging
 from collections import OrderedDict
+from typing import Any
 
 from common.asks import Ask
 from common.job import Result
@@ -41,7 +42,7 @@ class Movies:
                 [movie] = await self._client.ask(Ask((("GET", key),)))
             if movie is None and self._can:
                 try:
-                    movie = await asyncio.to_thread(_made, animated)
+                    movie = await asyncio.to_thread(_made, animated, result.params)
                 except ValueError as error:
                     log.info("job %s: no MP4: %s", result.id, error)
             return None if movie is None else self._keep(of_file, movie)
@@ -54,8 +55,8 @@ class Movies:
         return movie
 
 
-def _made(animated: bytes) -> bytes:
-    from common.movie import to_mp4  # video libraries, which few need
+def _made(animated: bytes, params: dict[str, Any]) -> bytes:
+    from common.movie import asked, to_mp4  # video libraries, which few need
 
-    content, _, _ = to_mp4(animated)
+    content, _, _ = to_mp4(animated, **asked(params))
     return content

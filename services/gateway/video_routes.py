@@ -59,13 +59,15 @@ async def job_of(gateway: Gateway, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _to_frames(params: dict[str, Any], manifest: Manifest) -> None:
     """Replace `seconds` by the frames that play that long: one more than seconds × fps, since the
-    first stands at 0 s. Left for the coordinator to refuse where a model has no such thing."""
+    first stands at 0 s, or the nearest number that the model makes. Left for the coordinator to
+    refuse where a model has no such thing."""
     schema = manifest.get("parameters", {})
     if "seconds" in schema or not {"num_frames", "fps"} <= set(schema):
         return
     if "num_frames" in params:
         raise bad("seconds", "says the same as num_frames; give one of the two")
-    seconds, fps = str(params.pop("seconds")), params.get("fps", schema["fps"]["default"])
+    seconds = str(params.pop("seconds"))
+    fps = params.get("fps", params.get("frame_rate", schema["fps"]["default"]))
     if not NUMBER.fullmatch(seconds) or float(seconds) <= 0:
         raise bad("seconds", f'{seconds!r:.64} is not a number above 0, such as "4"')
     if not NUMBER.fullmatch(str(fps)):
@@ -74,7 +76,17 @@ def _to_frames(params: dict[str, Any], manifest: Manifest) -> None:
     if not math.isclose(frames, round(frames), abs_tol=1e-6):
         raise bad("seconds", f"{seconds} s at {fps} frames a second are {frames:g} frames; give a "
                   "length that makes a whole number")  # fmt: skip
-    params["num_frames"] = round(frames) + 1
+    params["num_frames"] = _nearest(round(frames) + 1, schema["num_frames"])
+
+
+def _nearest(frames: int, rule: dict[str, Any]) -> int:
+    """The nearest number of frames that `rule` allows; the larger of two. One that is out of its
+    bounds stays out, for the coordinator to say so."""
+    step, least, most = rule.get("step", 1), rule.get("min", 1), rule.get("max", math.inf)
+    steps = math.floor((frames - least) / step + 0.5)
+    if frames <= most < least + steps * step:
+        steps -= 1
+    return int(least + steps * step)
 
 
 async def _pushed(gateway: Gateway, pushed: Pushed) -> None:

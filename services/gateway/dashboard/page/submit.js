@@ -28,7 +28,7 @@ function fit() {
     if (!takes || input.type !== "number") continue;
     input.min = takes.min ?? "";
     input.max = takes.max ?? "";
-    input.step = takes.multiple_of ?? (takes.type === "int" ? 1 : "any");
+    input.step = takes.multiple_of ?? takes.step ?? (takes.type === "int" ? 1 : "any");
     if (!input.placeholder || input.dataset.set) {
       input.placeholder = takes.default ?? "";
       input.dataset.set = "1";
