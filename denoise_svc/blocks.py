@@ -104,21 +104,6 @@ class BlockPool:
         self.used_bytes[kind] += count * self.block_bytes
         return BlockTable(kind, nbytes, blocks)
 
-    def resize(self, table: BlockTable, nbytes: int) -> bool:
-        """Give `table` room for `nbytes`, its content undefined then; False, and nothing is
-        changed, where the blocks do not suffice."""
-        self._check(table)
-        more = self.blocks_of(nbytes) - len(table.blocks)
-        if more > len(self._free):
-            return False
-        for _ in range(more):
-            table.blocks.append(heapq.heappop(self._free))
-        for _ in range(-more):
-            heapq.heappush(self._free, table.blocks.pop())
-        self.used_bytes[table.kind] += more * self.block_bytes
-        table.nbytes, table.pieces = nbytes, []
-        return True
-
     def free(self, table: BlockTable) -> None:
         """Its blocks back to the pool; once."""
         self._check(table)

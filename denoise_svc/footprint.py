@@ -1,15 +1,17 @@
 """What forward passes need of the device beside weights and states: learned from their peaks.
 
-A forward's working memory grows with its units (rows × tokens of a row). Each one that ran says
-how much that was, and how far off the estimate before it; what may run next is what fits with that
-margin. Where nothing is known anything may try: running out of memory is the other teacher
-(`refused`). On CPUs, where memory is everybody's, only a worker with a budget measures.
+A forward's working memory grows with its units: rows × tokens of a row, those of its picture and
+those of its prompt. Each one that ran says how much that was, and how far off the estimate before
+it; what may run next is what fits with that margin. Where nothing is known anything may try:
+running out of memory is the other teacher (`refused`). What one forward taught fades with those
+after it. On CPUs, where memory is everybody's, only a worker with a budget measures.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -17,33 +19,67 @@ from pathlib import Path
 import torch
 
 from common.models.errors import BadInput
+from common.models.live import LiveJob
+from common.models.rows import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
 # Of a CUDA device that no budget was set for: the rest is its context's and the allocator's.
 SHARE_OF_DEVICE = 0.92
 FIRST_MARGIN, LEAST_MARGIN, MOST_MARGIN = 1.2, 1.05, 2.0
-# What an observation leaves of the margin that earlier ones taught.
+# What an observation leaves of what earlier ones taught: margin, bytes a unit, what was refused.
 KEEP = 0.98
+# Rows whose tokens differ by less count as one size: prompts are of all lengths.
+SAME_TOKENS = 64
+# So many peaks beyond what there is say that a forward does not fit.
+SURE = 2
+# The batches that the coordinator forms are for the sizes of so many forwards before.
+RECENT = 64
+
+
+def prompt_tokens(job: LiveJob) -> int:
+    """Tokens of the job's prompt or negative prompt, whichever is longer: those that go through
+    the denoiser beside the picture's."""
+    longest = 0
+    for name in ("prompt_embeds", "negative_prompt_embeds"):
+        found = job.state.get(name)
+        each = found if isinstance(found, list) else [found]  # Z-Image: a tensor a prompt
+        lengths = (e.shape[-2] for e in each if isinstance(e, torch.Tensor) and e.dim() > 1)
+        longest = max(longest, *lengths, 0)
+    return longest
 
 
 class Meter:
     """Peaks of this process's memory on a device, in bytes: resident memory on CPUs."""
 
+    _clear = Path("/proc/self/clear_refs")
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
+        self._blind = False  # a kernel or container that keeps this from its processes
 
     def now(self) -> int:
         if self._cuda:
             return torch.cuda.memory_allocated(self._device)
         return _status("VmRSS")
 
-    def begin(self) -> int:
-        """Forget earlier peaks; what is used now."""
+    def begin(self) -> int | None:
+        """Forget earlier peaks; what is used now, or None where peaks cannot be had."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # see proc(5): resets VmHWM
+            return self.now()
+        if self._blind:
+            return None
+        try:
+            self._clear.write_text("5")  # see proc(5): resets VmHWM
+        except OSError as error:
+            self._blind = True
+            log.warning(
+                "device_budget_bytes: the peaks of forward passes cannot be measured here (%s); "
+                "only running out of memory bounds them",
+                error,
+            )
+            return None
         return self.now()
 
     def peak(self) -> int:
@@ -78,8 +114,10 @@ class Footprint:
                     budget_bytes,
                 )
         self.margin = FIRST_MARGIN
-        self._per_unit: dict[int, float] = {}  # by tokens of a row: bytes a unit, the most seen
-        self._refused = inf  # units that once did not fit
+        self._per_unit: dict[int, float] = {}  # by size: bytes a unit, the most of late
+        self._recent: deque[int] = deque(maxlen=RECENT)  # sizes that ran
+        self._refused = inf  # units that did not fit of late
+        self._over: dict[tuple[int, int], list[int]] = {}  # by rows and size: peaks beyond room
         self._is_warm = False  # whether a forward ran here
 
     def need_bytes(self, rows: int, tokens: int) -> float:
@@ -88,13 +126,13 @@ class Footprint:
         Of a size that never ran it is scaled from the next larger one, or up from the largest:
         attention without flash grows with the square.
         """
-        if not self._per_unit:
+        sizes, size = list(self._per_unit), _size(tokens)
+        if not sizes:
             return 0.0
-        if tokens in self._per_unit:
-            per_unit = self._per_unit[tokens]
+        if size in self._per_unit:
+            per_unit = self._per_unit[size]
         else:
-            larger = [seen for seen in self._per_unit if seen > tokens]
-            seen = min(larger) if larger else max(self._per_unit)
+            seen = min((other for other in sizes if other > size), default=max(sizes))
             per_unit = self._per_unit[seen] * max(1.0, tokens / seen)
         return per_unit * rows * tokens
 
@@ -104,21 +142,26 @@ class Footprint:
         return None if units == inf else max(1, int(units / max(1, tokens)))
 
     def most_units(self) -> int:
-        """For the coordinator, whose batches keep to it; 0 for no limit."""
-        seen = list(self._per_unit)  # another thread asks than the one that learns
-        units = min((self._units(tokens) for tokens in seen), default=self._refused / 2)
+        """For the coordinator, whose batches keep to it; 0 for no limit.
+
+        The least that the sizes of late allow: what is larger is cut here, and one that runs no
+        more is forgotten. The coordinator counts no prompts: what these add is cut here too.
+        """
+        recent = set(self._recent.copy())  # another thread asks than the one that learns
+        units = min((self._units(size) for size in recent), default=self._refused / 2)
         return 0 if units == inf else max(1, int(units))
 
     def check(self, rows: int, tokens: int) -> None:
-        """BadInput for one that would need more than there is, run alone or not: no other try
-        mends that. A size that never ran may try, since scaled estimates can be far off."""
-        need = self.need_bytes(rows, tokens)
-        if tokens in self._per_unit and need > self.room:
-            raise BadInput(
-                f"its forward pass needs about {need / 2**20:.0f} MiB and the device's budget "
-                f"leaves {max(0.0, self.room) / 2**20:.0f}; use a smaller size or n, or raise "
-                "device_budget_bytes"
-            )
+        """BadInput for one no smaller, in rows and in size, than what was measured to need more
+        than there is: no other try mends that. Nothing is refused by an estimate, which can be
+        far off, nor by one peak, which has what another thread took meanwhile."""
+        for (other_rows, size), peaks in self._over.items():
+            if rows >= other_rows and _size(tokens) >= size and len(peaks) >= SURE:
+                raise BadInput(
+                    f"its forward pass needs at least {min(peaks) / 2**20:.0f} MiB and the "
+                    f"device's budget leaves {max(0.0, self.room) / 2**20:.0f}; use a smaller "
+                    "size or n, or raise device_budget_bytes"
+                )
 
     def refused(self, rows: int, tokens: int) -> None:
         """A forward of so many rows ran out of memory."""
@@ -131,13 +174,18 @@ class Footprint:
         Not from the first of a process, whose peak has what is there once and for all: kernels,
         workspaces, the allocator's own.
         """
-        if self.room == inf or not self._is_warm:
+        measures = self.room != inf and self._is_warm
+        before = self._meter.begin() if measures else None
+        try:
             yield
-            self._is_warm = True
-            return
-        before = self._meter.begin()
-        yield
-        self.learn(rows, tokens, self._meter.peak() - before)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.refused(rows, tokens)
+            raise
+        self._is_warm = True
+        self._refused /= KEEP
+        if before is not None:
+            self.learn(rows, tokens, self._meter.peak() - before)
 
     def learn(self, rows: int, tokens: int, nbytes: int) -> None:
         """A forward of so many rows took `nbytes` more than there was; 0 says nothing of it."""
@@ -147,13 +195,25 @@ class Footprint:
         if known:
             off = min(MOST_MARGIN, nbytes / known)
             self.margin = max(LEAST_MARGIN, off, KEEP * self.margin)
-        self._per_unit[tokens] = max(self._per_unit.get(tokens, 0.0), nbytes / units)
+        size = _size(tokens)
+        self._per_unit[size] = max(KEEP * self._per_unit.get(size, 0.0), nbytes / units)
+        self._recent.append(size)
+        if nbytes > self.room:
+            self._over.setdefault((rows, size), []).append(nbytes)
+        else:  # and so does all that is no larger, whatever was measured before
+            for each in [o for o in self._over if o[0] <= rows and o[1] <= size]:
+                del self._over[each]
 
     def _units(self, tokens: int) -> float:
         """Units that fit, were all rows of this size; half of what was refused at most."""
         need = self.need_bytes(1, tokens) * self.margin
         fits = max(0.0, self.room) * tokens / need if need else inf
         return min(fits, self._refused / 2)
+
+
+def _size(tokens: int) -> int:
+    """What a row of so many tokens is known by: the most of those that count as alike."""
+    return -(-tokens // SAME_TOKENS) * SAME_TOKENS
 
 
 def _status(field: str) -> int:

@@ -32,7 +32,7 @@ from common.models.values import is_finite
 from common.stage import DENOISE, Control, Outcome, Row, Task
 from denoise_svc.blocks import BlockPool
 from denoise_svc.checkpoints import Checkpoints
-from denoise_svc.footprint import Footprint
+from denoise_svc.footprint import Footprint, prompt_tokens
 from denoise_svc.residents import Residents
 
 # Blocks for the states of jobs between their chunks. Image latents and embeddings are up to 15 MB
@@ -77,8 +77,6 @@ class DenoiseStage:
         self._twins = Twins(self.model.pipe)
         self._projection = Projection.open(self.model.directory.path, self.model.device)
         self._manifest = manifest.build(self.model, limits)
-        # Rows that a forward may have, by batch key, where more once did not fit.
-        self._fits: dict[Any, int] = {}
         self._counts = {"resumed_device": 0, "resumed_read": 0, "batch_rows": 0, "refused_rows": 0}
 
     def manifest(self) -> dict[str, Any]:
@@ -91,6 +89,7 @@ class DenoiseStage:
         Rows whose job is live on this worker need nothing. All of it happens beside the running
         chunk: a new job's timesteps and noise take as long as a small step.
         """
+        self.model.make_current()  # on the thread that stages
         staged: dict[str, Any] = {}
         for row in task.rows:
             if self._is_live(row):
@@ -102,7 +101,11 @@ class DenoiseStage:
         return staged
 
     def run(self, task: Task, staged: Any, control: Control) -> list[Outcome]:
-        """Exact rows one after another; of the others, those that fit in one forward together."""
+        """Exact rows one after another; of the others, those that fit in one forward together.
+
+        Asked to stop, a task that got somewhere hands back the rows that it has not begun; those
+        of jobs that have ended are not begun at all.
+        """
         staged = staged or {}
         opened: dict[str, Opened] = {}
         outcomes: dict[str, Outcome] = {}
@@ -110,11 +113,17 @@ class DenoiseStage:
         if self.model.quirks.batching and together:
             opened = self._open_all(together, staged)
             outcomes = self._together(task, together, opened, control)
+        begun = bool(outcomes)
         for row in task.rows:
-            if row.job not in outcomes:
-                parts = staged.get(row.job)
-                work = partial(self._alone, task, row, parts, opened.get(row.job), control)
-                outcomes[row.job] = guarded(row, work)
+            if row.job in outcomes:
+                continue
+            if control.has_left(row.job) or (begun and control.should_stop()):
+                outcomes[row.job] = Outcome(row.job, step=row.start, done=False)
+                continue
+            begun = True
+            parts = staged.get(row.job)
+            work = partial(self._alone, task, row, parts, opened.get(row.job), control)
+            outcomes[row.job] = guarded(row, work)
         return [outcomes[row.job] for row in task.rows]
 
     def free(self, handles: list[Handle]) -> None:
@@ -164,25 +173,22 @@ class DenoiseStage:
             if key is not None:
                 groups.setdefault(key, []).append(row)
         outcomes: dict[str, Outcome] = {}
-        for key, group in groups.items():
+        for group in groups.values():
+            if outcomes and control.should_stop():
+                break
             if sum(batch.branches(opened[row.job][0]) for row in group) > 1:
-                outcomes |= self._shared(task, key, group, opened, control)
+                outcomes |= self._shared(task, group, opened, control)
         return outcomes
 
     def _shared(
-        self,
-        task: Task,
-        key: Any,
-        group: list[Row],
-        opened: dict[str, Opened],
-        control: Control,
+        self, task: Task, group: list[Row], opened: dict[str, Opened], control: Control
     ) -> dict[str, Outcome]:
         """One batch; a row it has no outcome for runs alone, from where it stands."""
         began = perf_counter()
         pairs = [opened.pop(row.job) for row in group]
         jobs = [job for job, _ in pairs]
-        tokens = max(map(self._tokens, group))
-        most = self._most_rows(key, tokens)
+        tokens = max(map(self._tokens, group)) + max(map(prompt_tokens, jobs))
+        most = self.footprint.most_rows(tokens)
         own = [batch.branches(job) * int(row.params.get("n") or 1)
                for job, row in zip(jobs, group, strict=True)]  # fmt: skip
         try:
@@ -205,7 +211,6 @@ class DenoiseStage:
             log.exception("a batch of %d failed; its rows run alone", len(group))
             return {}
         if ran.refused_rows:
-            self._fits[key] = max(1, ran.refused_rows // 2)
             self._counts["refused_rows"] = ran.refused_rows
             self.footprint.refused(ran.refused_rows, tokens)
         outcomes = {}
@@ -221,11 +226,6 @@ class DenoiseStage:
             outcome.seconds = perf_counter() - began
         return outcomes
 
-    def _most_rows(self, key: Any, tokens: int) -> int | None:
-        """Rows that a forward may have: what its memory surely holds, and what once did fit."""
-        bounds = [self._fits.get(key), self.footprint.most_rows(tokens)]
-        return min((bound for bound in bounds if bound is not None), default=None)
-
     # -- one row -----------------------------------------------------------------------------
 
     def _alone(
@@ -240,13 +240,13 @@ class DenoiseStage:
             job.iteration,
             job.iteration_at(row.stop),
             job.carried,
-            control.should_stop,
+            lambda: control.should_stop() or control.has_left(row.job),
             lambda iteration: control.progress(row.job, job.step_at(iteration)),
             self.model.device,
             self.model.quirks.timestep_per_picture,
             preview.onlooker(self._projection, control, row, job),
         )
-        size = int(row.params.get("n") or 1), self._tokens(row)
+        size = int(row.params.get("n") or 1), self._tokens(row) + prompt_tokens(job)
         self.footprint.check(*size)
         if not step_cache.wanted(row.params):
             with self.footprint.watch(*size):
@@ -362,6 +362,7 @@ class DenoiseStage:
         return None if latents is None else self.residents.take_cache(row.job, latents.seq)
 
     def _tokens(self, row: Row) -> int:
+        """Of its pictures or videos; those of its prompt come on top."""
         return row_tokens(row.params, self._manifest)
 
 

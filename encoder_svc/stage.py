@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # A prompt of Qwen-Image is up to 7 MB: some forty of the longest, thousands of small ones.
 CACHE_BYTES = 256 * 2**20
+# Before the key of what was encoded with others, which an exact job must not get.
+SHARED = "shared "
 
 
 class EncodeStage:
@@ -47,8 +49,7 @@ class EncodeStage:
         self.model = Model(model, ENCODE, device, dtype, threads, attention, name)
         self.store = store
         self.cache = EmbedCache(cache_bytes)
-        # What was encoded with others, which an exact job must not get.
-        self._shared = EmbedCache(cache_bytes)
+        self._rows = self._encoded = 0  # rows that have their embeddings, prompts encoded
         self._limits = limits
         self._reads = {
             param.name
@@ -67,7 +68,9 @@ class EncodeStage:
         shares = self._encode_together([row for row in task.rows if not row.exact])
         outcomes = [guarded(row, partial(self._row, task, row)) for row in task.rows]
         for outcome in outcomes:
-            outcome.seconds += shares.get(outcome.job, 0.0)
+            if outcome.job in shares:
+                outcome.seconds += shares[outcome.job]
+                outcome.skipped = 0  # at hand since it was encoded just now
         return outcomes
 
     def free(self, handles: list[Handle]) -> None:
@@ -75,25 +78,28 @@ class EncodeStage:
             self.store.free(handle)
 
     def counts(self) -> dict[str, int]:
-        return {}
+        """Rows whose embeddings were at hand, and those whose prompt had to be encoded."""
+        return {"embed_hits": max(0, self._rows - self._encoded), "embed_misses": self._encoded}
 
     def close(self) -> None:
         self.cache.clear()
-        self._shared.clear()
 
     def _row(self, task: Task, row: Row) -> Outcome:
         key = self._key(row.params)
         parcel = self.cache.get(key)
         if parcel is None and not row.exact:
-            parcel = self._shared.get(key)
+            parcel = self.cache.get(SHARED + key)
+        at_hand = parcel is not None
         if parcel is None:
             parcel = self._encode(row.params)
+            self._encoded += 1
             self.cache.put(key, parcel)
+        self._rows += 1
         handle = self.store.put(row.job, task.seq, state.EMBEDS, parcel)
-        return Outcome(job=row.job, handles={state.EMBEDS: handle})
+        return Outcome(job=row.job, handles={state.EMBEDS: handle}, skipped=int(at_hand))
 
     def _encode_together(self, rows: list[Row]) -> dict[str, float]:
-        """Fill the shared cache with what several rows lack; the rest is encoded row by row.
+        """Fill the cache with what several rows lack; the rest is encoded row by row.
 
         By job, its share of the seconds that this took.
         """
@@ -101,7 +107,7 @@ class EncodeStage:
         shares: dict[str, float] = {}
         for row in rows:
             key = self._key(row.params)
-            known = key in self.cache or key in self._shared
+            known = key in self.cache or SHARED + key in self.cache
             lengths = None if known else self._lengths(row.params)
             if lengths is not None:
                 groups.setdefault(lengths, {})[key] = row
@@ -118,8 +124,9 @@ class EncodeStage:
                     give_back_memory()
                 log.warning("%d prompts could not be encoded together: %s", len(group), error)
                 continue
+            self._encoded += len(group)
             for key, parcel in zip(group, made, strict=True):
-                self._shared.put(key, parcel)
+                self.cache.put(SHARED + key, parcel)
             share = (perf_counter() - began) / len(group)
             shares |= {row.job: share for row in group.values()}
         return shares

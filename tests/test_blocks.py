@@ -74,14 +74,14 @@ def test_freed_blocks_are_not_read() -> None:
     table = pool.alloc("embeds", 3000)
     assert table is not None
     pool.free(table)
-    for use in (pool.gather, pool.free, lambda t: pool.resize(t, 10)):
+    for use in (pool.gather, pool.free):
         with pytest.raises(ValueError, match="freed before"):
             use(table)
     assert pool.free_blocks == BLOCKS
 
 
 class Allocator(RuleBasedStateMachine):
-    """Random states come, grow, shrink, are read and go."""
+    """Random states come, are read and go."""
 
     tables = Bundle("tables")
 
@@ -110,14 +110,6 @@ class Allocator(RuleBasedStateMachine):
             return multiple()
         self.fill(table, sizes)
         return table
-
-    @rule(table=tables, size=st.integers(1, 3000))
-    def resize(self, table: BlockTable, size: int) -> None:
-        had = list(table.blocks)
-        if self.pool.resize(table, 4 * size + 64):
-            self.fill(table, [size])
-        else:
-            assert table.blocks == had
 
     @rule(table=tables)
     def read(self, table: BlockTable) -> None:

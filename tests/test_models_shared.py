@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.models import parcels
+from common.models.embed_cache import EmbedCache
 from common.stage import Outcome
 from tests.tiny_models import shared_qwenimage
 from tests.tiny_pipeline import Job, Stages, open_picture
@@ -83,6 +84,33 @@ def test_guided_prompts_go_together_with_their_negatives(tmp_path: Path) -> None
     alone.run("encode")
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         assert torch.allclose(embeds(jobs[1])[name], embeds(alone)[name], atol=1e-5)
+
+
+def test_an_exact_job_gets_no_embeddings_that_were_made_with_others(tmp_path: Path) -> None:
+    """They share one budget, and not more than the place in it."""
+    stages = make(tmp_path)
+    encode = stages.by_kind["encode"]
+    jobs = [stages.job(f"j{i}", prompt=p) for i, p in enumerate(PROMPTS[:2])]
+    fresh = run_all(stages, "encode", jobs)
+    assert encode.counts() == {"embed_hits": 0, "embed_misses": 2}
+    again = run_all(stages, "encode", jobs)
+    assert [o.skipped for o in (*fresh, *again)] == [0, 0, 1, 1]  # said to who learns from it
+    assert encode.counts() == {"embed_hits": 2, "embed_misses": 2}
+    run_all(stages, "encode", jobs, exact=True)
+    assert encode.counts() == {"embed_hits": 2, "embed_misses": 4}
+
+
+def test_the_embeddings_of_an_encoder_keep_to_one_budget(tmp_path: Path) -> None:
+    """Those encoded alone and those encoded together: no more than the setting in all."""
+    budget = 20_000
+    stages = make(tmp_path, cache_bytes=budget)
+    encode = stages.by_kind["encode"]
+    for colour in ("red", "blue", "green", "white", "black", "pink"):
+        for exact, words in (True, ("circle", "square")), (False, ("ring", "heart")):
+            jobs = [stages.job(f"{colour}-{word}", prompt=f"a {colour} {word}") for word in words]
+            run_all(stages, "encode", jobs, exact)
+    caches = [own for own in vars(encode).values() if isinstance(own, EmbedCache)]
+    assert 0 < sum(cache.used_bytes for cache in caches) <= budget
 
 
 def test_exact_rows_are_encoded_and_decoded_alone(

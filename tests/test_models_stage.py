@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.models.chunk import Pacer
+from common.models.errors import BadInput
+from common.models.rows import is_fatal
 from common.models.stages import build_stage
 from common.stage import Row
 from tests.tiny_models import make_qwenimage, shared_qwenimage
@@ -113,10 +116,11 @@ def test_the_same_chunk_again_starts_from_its_handle(stages: Stages) -> None:
 
 
 def test_a_repeated_prompt_is_not_encoded_again(stages: Stages) -> None:
-    """By content: other seeds and sizes hit, another negative prompt does not."""
-    cache = stages.by_kind["encode"].cache
-    cache.clear()
-    before = cache.misses, cache.hits
+    """By content: other seeds and sizes hit, another negative prompt does not. The worker's
+    record says how many."""
+    encode = stages.by_kind["encode"]
+    encode.cache.clear()
+    before = encode.counts()
     jobs = [
         stages.job("a", negative_prompt="x"),
         stages.job("b", negative_prompt="x", seed=9, width=96),
@@ -127,7 +131,9 @@ def test_a_repeated_prompt_is_not_encoded_again(stages: Stages) -> None:
     for job in jobs:
         job.run("encode")
         job.free()
-    assert (cache.misses - before[0], cache.hits - before[1]) == (3, 2)
+    counts = encode.counts()
+    assert counts["embed_misses"] - before["embed_misses"] == 3
+    assert counts["embed_hits"] - before["embed_hits"] == 2
 
 
 def test_the_embedding_cache_is_bounded(tmp_path: Path) -> None:
@@ -138,10 +144,107 @@ def test_the_embedding_cache_is_bounded(tmp_path: Path) -> None:
         row = Row("j", {**DEFAULTS, "prompt": f"circle {i}"})
         encode.run(stages.task("encode", row), None, Control())
         assert encode.cache.used_bytes <= 20_000
-    misses = encode.cache.misses
+    before = encode.counts()
     for prompt in ("circle 11", "circle 0"):
         encode.run(stages.task("encode", Row("j", {**DEFAULTS, "prompt": prompt})), None, Control())
-    assert encode.cache.misses == misses + 1
+    after = encode.counts()
+    assert [after[name] - before[name] for name in ("embed_hits", "embed_misses")] == [1, 1]
+
+
+class Cancels(Control):
+    """One job ends with its first step."""
+
+    def has_left(self, job: str) -> bool:
+        return job == "canceled" and bool(self.told)
+
+
+def rows_of_two(stages: Stages, *names: str) -> tuple[list[Any], list[Row]]:
+    jobs = [stages.job(name, num_inference_steps=8) for name in names]
+    for job in jobs:
+        job.run("encode")
+    return jobs, [job.row(0, 8) for job in jobs]
+
+
+def test_a_canceled_job_leaves_a_task_whose_rows_run_one_by_one(stages: Stages) -> None:
+    """Within one step, or it is not begun at all; the other does its chunk."""
+    jobs, rows = rows_of_two(stages, "canceled", "other")
+    outcomes = stages.run(stages.task("denoise", *rows), Cancels())
+    assert [(o.step, o.done) for o in outcomes] == [(1, True), (8, True)]
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        job.accept(outcome)
+    outcomes = stages.run(stages.task("denoise", rows[1], rows[0]), Cancels())
+    assert [(o.step, o.done, bool(o.handles)) for o in outcomes] == [
+        (8, True, True),
+        (0, False, False),
+    ]
+    jobs[1].accept(outcomes[0])
+    for job in jobs:
+        job.free()
+
+
+def test_a_yield_hands_back_the_rows_that_were_not_begun(stages: Stages) -> None:
+    """The first does its one step, the others none; each goes on from where it stands."""
+    jobs, rows = rows_of_two(stages, "a", "b", "c")
+    outcomes = stages.run(stages.task("denoise", *rows), Control(stop_after=1))
+    assert [(o.step, o.done) for o in outcomes] == [(1, True), (0, False), (0, False)]
+    jobs[0].accept(outcomes[0])
+    for job in jobs:
+        job.denoise([8])
+    assert torch.equal(jobs[0].latents(), jobs[1].latents())
+    for job in jobs:
+        job.free()
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda"])
+def test_a_step_is_waited_for_on_the_device_that_computes(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """With torch's CUDA calls replaced, since nothing here has run on a GPU: the event goes onto
+    that device's stream, and the host is one step ahead at most."""
+    said: list[Any] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            said.append(("record", stream))
+
+        def synchronize(self) -> None:
+            said.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"stream of {of}")
+    pacer = Pacer(torch.device(device))
+    pacer.step_issued()
+    pacer.step_issued()
+    pacer.drain()
+    recorded = ("record", f"stream of {device}")
+    assert said == [recorded, recorded, "wait", "wait"]
+
+
+def test_each_thread_that_computes_makes_its_device_current(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what names no device goes to the first GPU; only numbered CUDA devices have to be."""
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    for kind in ("denoise", "decode"):
+        stage = stages.by_kind[kind]
+        for device in ("cpu", "cuda", "cuda:1"):
+            monkeypatch.setattr(stage.model, "device", torch.device(device))
+            stage.stage_in(stages.task(kind))
+    assert made == [torch.device("cuda:1")] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (BadInput("prompt: 'CUDA error: x' is not it"), False),
+        (ValueError("no such word in 'CUDA error: why?'"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_a_dead_device_is_told_from_a_jobs_own_words(error: Exception, fatal: bool) -> None:
+    assert is_fatal(error) == fatal
 
 
 def test_a_row_fails_alone(stages: Stages) -> None:
