@@ -31,7 +31,7 @@ def rank(name: str, stage: str = DENOISE) -> Rank:
 
 
 def busy(name: str, task: Candidate, left_s: float, seq: int = 1) -> Rank:
-    return Rank(name, task.stage, ("m",), running=Running(seq, task, NOW + left_s))
+    return Rank(name, task.stage, ("m",), running=Running(seq, task, NOW + left_s, begins_s=NOW))
 
 
 def runs(decisions: list[Decision]) -> dict[str, list[str]]:

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import inf, nan
 from typing import Any
 
 import pytest
 
+from common.keys import Keys
+from common.scripts import Ttls
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
+from services.coordinator.service import Coordinator
+from services.coordinator.watching import Watchers
 from services.policies import POLICIES
-from services.policies.base import Decision, Degrade, Doomed, Preempt, Recall, Run, View
+from services.policies.base import Decision, Degrade, Doomed, Outlook, Preempt, Recall, Run, View
 from services.policies.contained import IDLE_S
 from tests.mind import Mind, Stranger
 
 
 def boom(*_: Any) -> Any:
     raise ZeroDivisionError("boom")
+
+
+class OnceOnly:
+    """Rows that stand the check, and no other look."""
+
+    looks = 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        self.looks += 1
+        if self.looks > 1:
+            boom()
+        return iter((("a", 0),))
 
 
 NONSENSE: dict[str, tuple[Any, str]] = {
@@ -35,8 +56,36 @@ NONSENSE: dict[str, tuple[Any, str]] = {
         lambda view: [Run("encode-0", (("a", 0), ("b", 0)), step_s=0.1)],
         "cannot share a pass",
     ),
+    "an encode that ends before None": (
+        lambda view: [Run("encode-0", (("a", None),))],  # type: ignore[arg-type]
+        "no whole number",
+    ),
+    "takes no number": (
+        lambda view: [Run("encode-0", (("a", 0),), step_s=nan)],
+        "nan is not a time",
+    ),
+    "takes for ever": (
+        lambda view: [Run("encode-0", (("a", 0),), step_s=inf)],
+        "inf is not a time",
+    ),
+    "is done before it begins": (
+        lambda view: [Run("encode-0", (("a", 0),), step_s=-5.0)],
+        "-5.0 is not a time",
+    ),
+    "takes a word": (
+        lambda view: [Run("encode-0", (("a", 0),), step_s="x")],  # type: ignore[arg-type]
+        "'x' is not a time",
+    ),
+    "rows that change while they are read": (
+        lambda view: [Run("encode-0", OnceOnly())],  # type: ignore[arg-type]
+        "could not be carried out",
+    ),
     "preempts a ghost": (lambda view: [Preempt(99)], "does not run"),
     "recalls a ghost": (lambda view: [Recall(99)], "not queued"),
+    "dooms one that it runs": (
+        lambda view: [Run("encode-0", (("a", 0),)), Doomed("a")],
+        "does not wait",
+    ),
     "dooms a ghost": (lambda view: [Doomed("ghost")], "does not wait"),
     "cuts who would rather be late": (lambda view: [Degrade("a", 2)], "may not be degraded"),
 }
@@ -58,8 +107,11 @@ def test_nonsense_is_counted_and_fcfs_decides(answer: Any, says: str) -> None:
     assert mind.core.policy.failures > 0
 
 
-@pytest.mark.parametrize("stop", [0, -1, 11, 5.5, None])
-def test_a_chunk_that_ends_nowhere_is_nonsense(stop: Any) -> None:
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [(0, "before step 0"), (-1, "-1"), (11, "11"), (5.5, "no whole number"), (None, "None")],
+)
+def test_a_chunk_that_ends_nowhere_is_nonsense(stop: Any, says: str) -> None:
     def answer(view: View) -> list[Decision]:
         ready = [c for c in policy.jobs if c.stage == DENOISE]
         if ready and not view.by_stage[DENOISE][0].running:
@@ -75,7 +127,54 @@ def test_a_chunk_that_ends_nowhere_is_nonsense(stop: Any) -> None:
     mind.join(ENCODE, DENOISE, DECODE)
     mind.push("a")
     mind.finish_all()
-    assert mind.core.policy.failures > 0
+    assert says in mind.core.policy.last_failure
+    stops = [row.stop for e in mind.log if isinstance(e, ev.Dispatch) for row in e.rows]
+    assert all(isinstance(stop, int) for stop in stops)
+
+
+def test_half_a_step_is_nothing_to_degrade_to() -> None:
+    mind = Mind(Stranger(lambda view: [Degrade("a", 7.5)]))  # type: ignore[arg-type]
+    mind.join(ENCODE, DENOISE, DECODE)
+    mind.push("a", on_late="degrade", min_inference_steps=5)
+    mind.finish_all()
+    assert "may not be degraded to 7.5 steps" in mind.core.policy.last_failure
+    assert mind.last(ev.Shorten) is None
+
+
+@pytest.mark.parametrize("ahead_s", [inf, nan, -1.0, "long"])
+def test_an_outlook_that_is_no_time_is_replaced_by_that_of_fcfs(ahead_s: Any) -> None:
+    policy = Stranger(lambda view: [])
+    policy.outlook = lambda candidate, view, now: Outlook(ahead_s)  # type: ignore[attr-defined]
+    mind = Mind(policy)
+    mind.join(ENCODE, DENOISE, DECODE)
+    (submit,) = [e for e in mind.push("a") if isinstance(e, ev.Submit)]
+    assert submit.eta_s - mind.now == pytest.approx(1.1)
+    assert mind.core.policy.failures == 1
+
+
+def test_a_policy_without_a_name_goes_by_its_class() -> None:
+    class Anonymous:
+        def __init__(self) -> None:
+            led = POLICIES["fcfs"]()
+            self.add, self.remove, self.plan, self.order = led.add, led.remove, led.plan, led.order
+
+    mind = Mind(Anonymous())  # type: ignore[arg-type]
+    mind.join(ENCODE, DENOISE, DECODE)
+    mind.push("a")
+    assert mind.finish_all()
+    assert mind.core.policy.name == "Anonymous"
+
+
+def test_calling_jobs_doomed_is_not_running_them() -> None:
+    """Nor does it keep a policy from being overruled that leaves every rank idle."""
+    policy = Stranger(lambda view: [Doomed(c.job) for c in policy.jobs])
+    mind = Mind(policy)
+    mind.join(ENCODE, DENOISE, DECODE)
+    mind.push("a")
+    for _ in range(6):
+        mind.tick(IDLE_S / 4)
+    assert mind.last(ev.Dispatch).rows[0].job == "a"
+    assert "left idle" in mind.core.policy.last_failure
 
 
 @pytest.mark.parametrize("name", ["add", "remove"])
@@ -143,3 +242,21 @@ def test_another_policy_takes_over_with_all_jobs() -> None:
     assert len(ran) == len(set(ran))
     chunks = [step for step in ran if ":denoise:" in step]
     assert chunks.index("urgent:denoise:9") < chunks.index("long:denoise:9")
+
+
+def test_who_always_wants_something_else_does_not_keep_the_coordinator_from_reading() -> None:
+    """Taking tasks back and handing them over again ends some time; at once after the next look
+    at the streams it may go on."""
+
+    class Restless:
+        wake_at: float | None = None
+
+        def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+            return [ev.Void(1, ("w",), ("a",), False)] if isinstance(event, ev.Tick) else []
+
+    core: Any = Restless()
+    service = Coordinator(None, Keys("sw:"), Ttls(), lambda: Mind().core, clock=lambda: 1000.0)
+    service.core, service.watchers = core, Watchers([])
+    service.scripts.run = lambda calls: [[b"void", b"0"]] * len(calls)  # type: ignore[method-assign]
+    service._carry_out(core.handle(ev.Tick(), 1000.0))
+    assert core.wake_at == 1000.0

@@ -37,6 +37,21 @@ def test_a_jobs_way() -> None:
     assert finish.timings["chunks"] == 6
 
 
+def test_a_result_says_how_many_forwards_a_step_cache_left_out() -> None:
+    """As the last of its chunks had it; neither its encode nor its decode says anything of it."""
+    mind = Mind()
+    mind.join(ENCODE, DENOISE, DECODE)
+    mind.push("a", num_inference_steps=4)
+    for stage, step, after, skipped in (
+        (ENCODE, 0, DENOISE, 1), (DENOISE, 4, DECODE, 3), (DECODE, 4, FINISH, 0),
+    ):  # fmt: skip
+        mind.tick()
+        flight = mind.last(ev.Dispatch)
+        row = ReportRow("a", step, after, seconds=0.1, skipped=skipped)
+        mind.tell(ev.Reported(Report(flight.seq, flight.members[0], stage, (row,), 0.1), (True,)))
+    assert mind.last(ev.Finish).timings["forwards_skipped"] == 3
+
+
 def test_the_same_events_lead_to_the_same_effects() -> None:
     """The core has no clock and no dice but the seed of a push without one."""
 
@@ -97,8 +112,8 @@ def test_on_late_drop_ends_a_doomed_job_as_expired() -> None:
     mind = Mind()
     mind.push("drop", slo_ms=2000, on_late="drop")
     mind.push("run", slo_ms=2000)
-    mind.join(ENCODE, DENOISE, DECODE)  # too late for both
-    mind.tick(2.0)
+    mind.join(ENCODE, DENOISE, DECODE)  # too late for both, however wrong the claimed costs are
+    mind.tick(4.0)
     mind.tick(1.0)
     ends = [e for e in mind.log if isinstance(e, ev.Finish)]
     assert [(e.spec.id, e.status) for e in ends] == [("drop", JobStatus.EXPIRED)]

@@ -204,7 +204,7 @@ def test_lanes_show_a_rank_only_what_it_can_run() -> None:
     """Merged by key over its models; and who has been there longest, over those."""
     lanes = AgedLanes()
     for at, (job, model) in enumerate([("z", "m"), ("y", "n"), ("x", "m"), ("w", "o")]):
-        lanes.enter(candidate(job, model=model), ord(job), now=at)
+        lanes.enter(candidate(job, model=model), ord(job), since=at)
     assert [c.job for c in lanes.of(("m",))] == ["x", "z"]
     assert [c.job for c in lanes.of(("n", "m", "none"))] == ["x", "y", "z"]
     assert [c.job for c in lanes.longest(("m", "n"), until=1)] == ["z", "y"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.toy_table import Crowded, longest_stated_s
 from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
+from services.coordinator.core import Core
 from services.policies import POLICIES, keepset
 from services.policies.keepset import KeepSet
 from services.simulator.calibrations import Calibration, calibration, flat
@@ -39,12 +42,30 @@ PLACINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
 )
 
 
+def watch_for_dithering(core: Core) -> None:
+    """No job may be given to ranks again and again at one moment, without a step in between."""
+    given: Counter[tuple[str, str, int, float]] = Counter()
+    inner = core.handle
+
+    def handle(event: ev.Event, now: float) -> list[ev.Effect]:
+        effects = inner(event, now)
+        for effect in effects:
+            if isinstance(effect, ev.Dispatch):
+                given.update((row.job, effect.stage, row.start, now) for row in effect.rows)
+                assert max(given.values()) <= 3
+        return effects
+
+    core.handle = handle  # type: ignore[method-assign]
+
+
 class Watched(Simulation):
     """A pool of several models, a job's own told by its name. After every moment nobody idles
-    beside work that it could do, and the policy has not failed."""
+    beside work that it could do, the policy has not failed, and it has not changed its mind about
+    a job that made no step."""
 
     def __init__(self, trace: list[TraceJob], setting: Setting, placing: int, patience_s: float):
         super().__init__(trace, setting)
+        watch_for_dithering(self.core)
         self.core.view.patience_s = patience_s
         placed = itertools.cycle(PLACINGS[placing])
         self.models = sorted({model for models in PLACINGS[placing] for model in models})
@@ -172,6 +193,23 @@ def test_no_step_is_run_twice_or_skipped_and_nobody_idles_beside_work(
     }
 
 
+@pytest.mark.parametrize("seed", [14, 40])
+def test_slack_gives_no_job_again_and_again_without_a_step(seed: int) -> None:
+    """Overloaded, with jobs that are dropped and cut, and with shared passes."""
+    toy, rng = calibration("toy"), random.Random(seed)
+    scale = rng.choice([1.5, 3, 5])
+    trace = generate(70, 1.4, toy, arrivals="bursty", ranks=2, seed=seed, slo_scale=scale)
+    for at, job in enumerate(trace):
+        on_late = rng.choice(["run", "drop", "degrade"])
+        fewest = rng.randrange(1, job.steps) if on_late == "degrade" else 0
+        trace[at] = replace(job, on_late=on_late, min_steps=fewest)
+    setting = Setting(costs=toy, denoise=2, lead_s=0.02, pack_s=0.005, batch=True, seed=seed)
+    simulation = Simulation(trace, setting)
+    watch_for_dithering(simulation.core)
+    outcome = simulation.run()
+    assert all(job.status in ("succeeded", "expired") for job in outcome.jobs.values())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_keep_set_is_what_a_plain_walk_would_find(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +257,23 @@ def test_the_keep_set_is_what_a_plain_walk_would_find(
                 assert plain[evicted][3] == max(size for *_, size in order[: at + 1])
             del plain[evicted]
     assert len(kept) == len(plain)
+
+
+def test_a_set_that_is_over_full_by_a_rounding_loses_one_of_its_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keepset, "MOST", 4)
+    rng, base = random.Random(1), 1.79e9  # seconds since the epoch: a quarter of a µs is rounded
+    for _ in range(300):
+        kept, count = KeepSet(), rng.randrange(3, 80)
+        for i in range(count):
+            limit = base + 100 + rng.random() * 1000
+            kept.put(f"j{i}", base + rng.random() * 100, limit, rng.random() * 10, rng.random())
+        for _ in range(rng.randrange(count - 1)):
+            kept.discard(f"j{rng.randrange(count)}")
+        left = len(kept)
+        assert kept.evict(math.nextafter(kept.spare_s, math.inf)) is not None
+        assert len(kept) == left - 1
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.stage import DENOISE, ENCODE
+from common.stage import DECODE, DENOISE, ENCODE
+from services.coordinator import events as ev
 from services.policies import make_policy
 from services.policies.base import (
     Candidate,
+    Degrade,
     Doomed,
     Foresees,
     Policy,
@@ -23,7 +25,12 @@ from services.policies.base import (
 )
 from services.policies.keeping import is_late
 from services.policies.turns import SHARE, longest_wait_s
+from services.simulator.calibrations import calibration
+from services.simulator.pool import Overheads
+from services.simulator.simulation import Setting, simulate
+from services.simulator.traces import TraceJob
 from tests.candidates import NOW, busy, candidate, rank, runs, view
+from tests.mind import Mind
 
 
 @pytest.fixture
@@ -215,6 +222,110 @@ def test_the_rank_with_most_time_left_makes_way(slack: Policy) -> None:
     decisions = slack.plan(view(*ranks), NOW)
     assert Preempt(2) in decisions
     assert Preempt(1) not in decisions
+
+
+def test_a_rank_that_got_a_task_is_not_given_another_in_the_same_plan(slack: Policy) -> None:
+    """It makes way already, and is handed the first job ahead of time; the next cannot wait."""
+    held = busy("r", candidate("long", due_s=500), left_s=0.2)
+    assert held.running is not None
+    held.running.yielding = True
+    for job, due_s in (("first", 0.45), ("next", 0.5)):
+        slack.add(candidate(job, due_s=due_s, steps=1, remaining_s=0.1))
+    (run,) = [d for d in slack.plan(view(held, lead_s=0.3), NOW) if isinstance(d, Run)]
+    assert run.rows == (("first", 1),)
+
+
+@pytest.mark.parametrize("lead_s", [0.02, -float("inf")])
+@pytest.mark.parametrize("slack_s", [0.05, 0.1, 0.3])
+def test_slack_keeps_two_jobs_that_edf_keeps(lead_s: float, slack_s: float) -> None:
+    """The first has less slack than a step takes; the other, due later, comes while it runs, and
+    must wait for its end. A job is not late since it runs."""
+    costs = calibration("toy")
+    step_s = costs.seconds(DENOISE, 1024)
+    alone_s = 20 * step_s
+    for at in range(2, 40, 4):
+        arrival_s = at * step_s / 2 + 0.01
+        due_s = alone_s + max(arrival_s, alone_s)
+        first = TraceJob("A", "A", 0.0, alone_s + slack_s, alone_s, 1024, 20)
+        then = TraceJob("B", "B", arrival_s, due_s + 0.6, alone_s, 1024, 20)
+        overheads = Overheads(switch_s=0.005, jitter=0.0)
+        for policy in ("edf", "slack"):
+            setting = Setting(policy, costs=costs, lead_s=lead_s, overheads=overheads)
+            late = [
+                j.job.id for j in simulate([first, then], setting).jobs.values() if not j.on_time
+            ]
+            assert not late, (policy, at)
+
+
+@pytest.mark.parametrize("first", ["monolithic", "fcfs", "slack"])
+def test_a_policy_that_takes_over_counts_what_is_under_way(first: str) -> None:
+    """10 s that run and are due in 14 s leave no room for 8 s that are due in 13 s."""
+    mind = Mind(first)
+    mind.join(ENCODE, DENOISE, DECODE)
+    mind.run_to_denoise("long", num_inference_steps=100, slo_ms=14_000)
+    mind.tick()
+    if first != "slack":
+        mind.tell(ev.PolicyChosen(make_policy("slack")))
+    (submit,) = mind.push("new", num_inference_steps=80, slo_ms=13_000)
+    assert isinstance(submit, ev.Submit)
+    assert submit.best_effort
+
+
+def test_a_job_that_was_cut_counts_while_it_runs(slack: Policy) -> None:
+    """It has 1 s to run, due in 1.05 s: a second job of 1 s does not fit beside it."""
+    assert isinstance(slack, Foresees)
+    slack.add(candidate("cut", due_s=1.05, steps=20, remaining_s=2.0, fewest=5))
+    cut, run = slack.plan(view(rank("r")), NOW)
+    assert isinstance(cut, Degrade)
+    assert isinstance(run, Run)
+    shorter = candidate("cut", due_s=1.05, steps=cut.steps, remaining_s=cut.steps * 0.1)
+    slack.remove("cut")
+    slack.add(shorter)
+    slack.remove("cut")  # it is handed over
+    pool = view(busy("r", shorter, left_s=0.3))
+    slack.add(candidate("loose", due_s=50))
+    slack.plan(pool, NOW)
+    assert not slack.outlook(candidate("new", due_s=1.5), pool, NOW).fits  # type: ignore[attr-defined]
+
+
+def test_a_job_that_is_kept_now_and_then_gets_its_turn(slack: Policy) -> None:
+    """It has had no step since it was out first, and is overdue since."""
+    pool = view(rank("r"), patience_s=100.0)
+    slack.add(candidate("long", due_s=1800, steps=10_000, remaining_s=1000))
+    hog = candidate("hog", due_s=1500, steps=9000, remaining_s=900)
+
+    def given(now: float) -> str:
+        (job,) = runs(slack.plan(pool, now))["r"]
+        return job
+
+    slack.add(hog)
+    assert given(NOW) == "hog"
+    slack.remove("hog")  # and ends
+    assert given(NOW + 60) == "long"  # which is kept again, but nobody takes it
+    slack.add(hog)
+    found = []
+    for chunk in range(20):
+        found.append(given(NOW + 120 + 0.3 * chunk))
+        slack.remove("hog")
+        slack.add(hog)
+    assert "long" in found
+
+
+def test_company_makes_nobody_late_who_waits_outside(slack: Policy) -> None:
+    """A step of the first and one of the exact job are both in time; a second companion that is
+    due much later would make that first step too long."""
+    step = {"steps": 10, "step": 9, "step_s": 0.5, "remaining_s": 0.5}
+    slack.add(candidate("first", due_s=1.4, batch="k", tokens=16, **step))
+    slack.add(candidate("exact", due_s=1.45, **step))
+    for i in range(3):
+        job = candidate(f"c{i}", batch="k", tokens=16, step_s=0.5, remaining_s=5.0)
+        slack.add(job)
+    pool = view(
+        rank("r"), chunk_s=0.6, shared_s=lambda shared: (0.5 + 0.3 * (shared.rows - 1), True)
+    )
+    assert runs(slack.plan(pool, NOW)) == {"r": ["first", "c0"]}
+    slack.remove("exact")
+    assert runs(slack.plan(pool, NOW)) == {"r": ["first", "c0", "c1"]}
 
 
 def test_a_decision_walks_no_more_than_it_must(

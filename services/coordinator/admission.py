@@ -10,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from common.checks import InvalidRequest
 from common.job import ErrorCode, JobSpec
 from common.params import PoolDefaults, accept
 from common.push import content_of, id_of, read_push
-from common.stage import DENOISE
 from services.coordinator.events import Pushed, Refuse, Submit
+from services.coordinator.spread import Spread, in_hand_s
 from services.coordinator.state import Job
 from services.costs.model import CostModel
-from services.policies.base import Candidate, Outlook, View, under_way_s
+from services.policies.base import Candidate, Outlook, View
 from services.policies.contained import Contained
 
 log = logging.getLogger("slackwater.coordinator")
@@ -34,26 +34,30 @@ class Queue:
     policy: Contained
     view: View
     costs: CostModel
-    active: int
-    entering: tuple[Candidate, ...]  # accepted a moment ago, not in the policy's index yet
+    spread: Spread
+    active: int  # those that were accepted a moment ago included
+    is_active: Callable[[str], bool]
+    # Accepted a moment ago as best effort: the policy does not know of them yet.
+    late: tuple[Candidate, ...]
     now: float
-
-    def ranks_of(self, model: str) -> int:
-        """Denoisers that could run `model`; one that is to come, if there is none."""
-        ranks = self.view.by_stage.get(DENOISE, ())
-        return sum(model in rank.models for rank in ranks) or 1
 
     def outlook(self, candidate: Candidate) -> Outlook:
         found = self.policy.outlook(candidate, self.view, self.now)
-        before = (c for c in self.entering if c.deadline_s <= candidate.deadline_s)
+        if found.fits:
+            return found  # those that are late go behind it
+        before = (c for c in self.late if c.deadline_s <= candidate.deadline_s)
         ahead_s = found.ahead_s + sum(c.remaining_s for c in before)
         return Outlook(ahead_s, found.fits)
 
-    def backlog_s(self, model: str) -> float:
-        """All work that waits or is under way, spread over the ranks."""
-        waiting_s = self.policy.waiting_s + sum(c.remaining_s for c in self.entering)
-        work_s = waiting_s + under_way_s(self.view, self.now, lambda _: True)
-        return work_s / self.ranks_of(model)
+    def wait_s(self, model: str, ahead_s: float = math.inf) -> float:
+        """Until a job of `model` would begin, with so much before it; by default with all that
+        waits or is under way."""
+        work_s = in_hand_s(self.view, self.now)
+        for other, left_s in self.policy.waiting_s.items():
+            work_s[other] = work_s.get(other, 0.0) + max(0.0, left_s)
+        for candidate in self.late:
+            work_s[candidate.model] = work_s.get(candidate.model, 0.0) + candidate.remaining_s
+        return self.spread.wait_s(model, self.view, work_s, ahead_s)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +66,7 @@ class Admission:
 
     pool: PoolDefaults
     max_jobs: int = 10_000  # active jobs
-    max_backlog_s: float = math.inf  # work before a push, in seconds of all ranks together
+    max_backlog_s: float = math.inf  # work before a push, in seconds of all its ranks together
     slo_scale: float = 3.0  # default deadline: arrival + slo_scale × standalone time
     admit: Literal["all", "feasible"] = "all"
 
@@ -92,24 +96,27 @@ class Admission:
                 error=f"payload: could not be read ({type(error).__name__}); please report this",
                 field="payload",
             )
+        if queue.is_active(spec.id):  # the script says whether it is the same job
+            return self._place(spec, manifests[spec.model], queue, refuses=False)
         return self._full(spec, queue) or self._place(spec, manifests[spec.model], queue)
 
     def _full(self, spec: JobSpec, queue: Queue) -> Refuse | None:
-        active = queue.active + len(queue.entering)
-        if active >= self.max_jobs:
-            wait_s = max(1.0, queue.backlog_s(spec.model) / active)
-            what = f"{active} jobs are active and {self.max_jobs} may be"
+        if queue.active >= self.max_jobs:
+            wait_s = max(1.0, queue.wait_s(spec.model) / max(1, queue.active))
+            what = f"{queue.active} jobs are active and {self.max_jobs} may be"
             return _later(spec, ErrorCode.QUEUE_FULL, what, wait_s)
         if math.isinf(self.max_backlog_s):
             return None
-        backlog_s = queue.backlog_s(spec.model)
+        backlog_s = queue.wait_s(spec.model)
         if backlog_s <= self.max_backlog_s:
             return None
         wait_s = max(1.0, backlog_s - self.max_backlog_s)
         what = f"{backlog_s:.0f} s of work wait and {self.max_backlog_s:.0f} s may"
         return _later(spec, ErrorCode.QUEUE_FULL, what, wait_s)
 
-    def _place(self, spec: JobSpec, manifest: Mapping[str, Any], queue: Queue) -> Submit | Refuse:
+    def _place(
+        self, spec: JobSpec, manifest: Mapping[str, Any], queue: Queue, refuses: bool = True
+    ) -> Submit | Refuse:
         job = Job.of(spec, manifest)
         alone = job.alone(queue.costs)
         alone_s = alone.seconds
@@ -119,12 +126,13 @@ class Admission:
             job.spec, job.deadline_s = spec, spec.arrival_s + scale * alone_s
         candidate = job.candidate(queue.costs)
         outlook = queue.outlook(candidate)
-        eta_s = queue.now + outlook.ahead_s / queue.ranks_of(spec.model) + alone_s
+        eta_s = queue.now + queue.wait_s(spec.model, outlook.ahead_s) + alone_s
         late_s = eta_s - (job.deadline_s + queue.view.error * alone_s)
         misses = late_s > 0 if outlook.fits is None else not outlook.fits
         # Nobody is turned away for an estimate that may be wrong by as much.
-        if misses and alone.known and (self.admit == "feasible" or spec.on_late == "drop"):
-            return self._unreachable(spec, alone_s, max(late_s, 0.0), queue)
+        refuses = refuses and (self.admit == "feasible" or spec.on_late == "drop")
+        if refuses and misses and alone.known:
+            return self._unreachable(spec, alone_s, late_s, queue)
         margin_s = 0.0 if alone.known else alone.margin_s
         return Submit(spec, candidate, eta_s, margin_s, misses, job.batch)
 
@@ -140,8 +148,12 @@ class Admission:
                 f"{1000 * alone_s:.0f} ms alone; give it more time, fewer steps or a smaller size",
                 field="deadline_ms",
             )
-        what = f"with the jobs before it, it would be {late_s:.1f} s late"
-        return _later(spec, ErrorCode.DEADLINE_UNREACHABLE, what, max(1.0, late_s))
+        if late_s > 0:
+            what, wait_s = f"with the jobs before it, it would be {late_s:.1f} s late", late_s
+        else:  # until there is room for it once as much as it takes has been done
+            what = "it would make jobs late that were promised their deadlines, or be late itself"
+            wait_s = queue.wait_s(spec.model, alone_s)
+        return _later(spec, ErrorCode.DEADLINE_UNREACHABLE, what, max(1.0, wait_s))
 
 
 def _later(spec: JobSpec, code: ErrorCode, what: str, wait_s: float) -> Refuse:

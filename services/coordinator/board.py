@@ -77,7 +77,7 @@ class Board:
                 continue
             shown = Running(
                 flight.seq, flight.candidate, flight.ends_s, flight.yielding, flight.stop,
-                flight.jobs[1:], flight.goes_on,
+                flight.jobs[1:], flight.goes_on, flight.company_s, flight.begins_s, flight.step_s,
             )  # fmt: skip
             if rank.running is None or rank.running.seq == flight.seq:
                 rank.running = shown
@@ -87,7 +87,7 @@ class Board:
     def ask_yield(self, flight: Flight, now: float) -> None:
         """It will end at its next step."""
         flight.yielding = True
-        flight.ends_s = min(flight.ends_s, now + flight.candidate.step_s)
+        flight.ends_s = min(flight.ends_s, now + (flight.step_s or flight.candidate.step_s))
         self.show(flight)
 
     def land(self, flight: Flight, now: float, member: str | None = None) -> None:
@@ -107,7 +107,7 @@ class Board:
                     follower = self.flights[rank.running.seq]
                     follower.begins_s = now
                     follower.ends_s = now + follower.expected_s
-                    rank.running.ends_s = follower.ends_s
+                    rank.running.begins_s, rank.running.ends_s = now, follower.ends_s
         if not flight.silent:
             self.flights.pop(flight.seq, None)
 

@@ -14,15 +14,17 @@ from typing import Any
 from common.handles import HandleError
 from common.job import ErrorCode, JobSpec, JobStatus
 from common.messages import MessageError, unpack_handles
-from common.stage import ENCODE
+from common.stage import DENOISE, ENCODE
+from services.coordinator import entering
 from services.coordinator import events as ev
-from services.coordinator.admission import Admission, Queue
+from services.coordinator.admission import Admission
 from services.coordinator.board import Board
 from services.coordinator.deciding import decide
 from services.coordinator.hung import Watch
-from services.coordinator.learning import learn
+from services.coordinator.learning import is_hit, learn
 from services.coordinator.limits import Limits, expire, has_waited_out, is_out_of_time, out_of_time
 from services.coordinator.recovery import recover
+from services.coordinator.spread import Spread
 from services.coordinator.state import (
     FINAL_ERRORS,
     FINISH,
@@ -33,7 +35,7 @@ from services.coordinator.state import (
     timings,
 )
 from services.costs.model import CostModel, Shape
-from services.policies.base import Candidate, Pass, Policy, View
+from services.policies.base import Pass, Policy, View
 from services.policies.contained import Contained
 
 Effects = list[ev.Effect]
@@ -55,7 +57,9 @@ class Core:
         self.wake_at: float | None = None
         self.refresh_s = 1.0  # standings are said this often
         self.refreshed_s = 0.0
-        self.entering: dict[str, Candidate] = {}  # submits whose answer is still to come
+        self.spread = Spread()
+        self.entering: dict[str, ev.Submit] = {}  # whose answer is still to come
+        self.doubted: set[str] = set()  # late by an estimate that may be wrong by as much
         self.max_attempts = MAX_ATTEMPTS
         self.watch = Watch()
         self.limits = Limits()
@@ -64,15 +68,16 @@ class Core:
         """What to do about `event` at `now` (seconds since the epoch, Redis' clock)."""
         match event:
             case ev.Tick():
+                entering.hold_back(self)
                 effects = self.limits.due(self, now) + decide(self, now)
                 self.wake_at = self._next_alarm(now)
                 return effects
             case ev.Pushed():
-                return self._push(event, now)
+                return entering.push(self, event, now)
             case ev.Submitted():
-                return self._submitted(event, now)
+                return entering.submitted(self, event, now)
             case ev.SubmitFailed():
-                return self._submit_failed(event)
+                return entering.submit_failed(self, event)
             case ev.Reported():
                 return self._reported(event, now)
             case ev.Dispatched():
@@ -110,52 +115,7 @@ class Core:
         refresh = self.refreshed_s + self.refresh_s
         return min(at for at in (free, refresh, self.limits.next_s()) if at is not None)
 
-    # -- arrivals ------------------------------------------------------------------------
-
-    def _push(self, event: ev.Pushed, now: float) -> Effects:
-        queue = Queue(
-            self.policy, self.view, self.costs, len(self.jobs), tuple(self.entering.values()), now
-        )
-        verdict = self.admission.decide(event, self.manifests, queue)
-        if isinstance(verdict, ev.Submit):
-            self.entering[verdict.spec.id] = verdict.candidate
-        return [verdict]
-
-    def _submitted(self, event: ev.Submitted, now: float) -> Effects:
-        spec = event.spec
-        self.entering.pop(spec.id, None)
-        if event.verdict == "conflict":
-            return [
-                ev.Refuse(
-                    entry=spec.entry,
-                    ids=(spec.entry,),
-                    content=spec.content,
-                    error_code=ErrorCode.CONFLICT,
-                    error=f"id: {spec.id!r} is taken by a job with other content; use another id",
-                    field="id",
-                )
-            ]
-        if event.verdict == "same" or spec.id in self.jobs:
-            return []
-        job = self.remember(spec)
-        if event.verdict == "created_canceled":
-            return self.end(job, JobStatus.CANCELED, now)
-        self.ready(job)
-        return []
-
-    def _submit_failed(self, event: ev.SubmitFailed) -> Effects:
-        spec = event.spec
-        self.entering.pop(spec.id, None)
-        return [
-            ev.Refuse(
-                entry=spec.entry,
-                ids=(spec.entry,),
-                content=spec.content,
-                error_code=ErrorCode.QUEUE_FULL,
-                error=f"Redis takes no new jobs ({event.reason}); try again in 10 s",
-                retry_after_s=10.0,
-            )
-        ]
+    # -- jobs ----------------------------------------------------------------------------
 
     def remember(self, spec: JobSpec) -> Job:
         job = self.jobs[spec.id] = self._job_of(spec)
@@ -237,7 +197,8 @@ class Core:
             self.board.land(flight, now, report.worker)
         if report.draining:
             self.board.retire(report.worker)
-        ran = [self.jobs[row.job] for row in report.rows if row.job in self.jobs]
+        worked = [row.job for row in report.rows if not is_hit(report.stage, row)]
+        ran = [self.jobs[name] for name in worked if name in self.jobs]
         if not report.returned:
             self.watch.worked(report.worker, report.stage, ran)
             learn(self.costs, report, event.accepted, self.jobs)
@@ -255,7 +216,8 @@ class Core:
                 effects += self._row_failed(job, row.error_code, row.error, now)
                 continue
             job.note_rows(row)
-            job.skipped = row.skipped
+            if report.stage == DENOISE:
+                job.skipped = row.skipped
             job.step, job.stage, job.handles = row.step, row.next_stage, row.handles
             job.outputs = row.outputs
             if job.started_s is None:

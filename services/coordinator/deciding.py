@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -11,13 +13,26 @@ from common.stage import DENOISE
 from services.coordinator import events as ev
 from services.coordinator.standing import standings
 from services.coordinator.state import Flight, Job
-from services.policies.base import Candidate, Degrade, Doomed, Preempt, Recall, Run, cost_s
+from services.policies.base import (
+    Candidate,
+    Decision,
+    Degrade,
+    Doomed,
+    Preempt,
+    Recall,
+    Run,
+    cost_s,
+)
 
 if TYPE_CHECKING:
     from services.coordinator.core import Core, Effects
 
+log = logging.getLogger("slackwater.coordinator")
+
 # A policy that names ended jobs again and again must not keep the core for ever.
 MOST_PLANS = 8
+# What `degrade` notes of a job, and reads again where it cuts the job once more.
+CUT = re.compile(r"num_inference_steps: \d+ instead of (\d+), since on_late is degrade")
 
 
 def decide(core: Core, now: float) -> Effects:
@@ -28,6 +43,7 @@ def decide(core: Core, now: float) -> Effects:
             break
     if now - core.refreshed_s >= core.refresh_s and core.jobs:
         core.refreshed_s = now
+        effects += _judge_again(core, now)
         effects.append(ev.Refresh(standings(core, now)))
     return effects
 
@@ -36,9 +52,19 @@ def _plan(core: Core, effects: Effects, now: float) -> bool:
     """Carry out one plan; True if another may find more to do: a rank got nothing because its
     job was dropped in this very plan, or a denoiser took jobs that kept others from being
     encoded ahead."""
+    try:
+        return _carry_out(core, core.policy.plan(core.view, now), effects, now)
+    except Exception as error:
+        # It was checked, and yet: no answer of a policy may take the coordinator along.
+        log.exception("a decision of policy %s could not be carried out", core.policy.name)
+        wrong = f"a decision could not be carried out: {error!r}"
+        return _carry_out(core, core.policy.instead(core.view, now, wrong), effects, now)
+
+
+def _carry_out(core: Core, decisions: list[Decision], effects: Effects, now: float) -> bool:
     again = False
     flights = core.board.flights
-    for decision in core.policy.plan(core.view, now):
+    for decision in decisions:
         match decision:
             case Run(rank=name):
                 dispatched = _run(core, decision, now)
@@ -79,6 +105,10 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
         expected_s = decision.step_s * max(stop - c.step for c, stop in pairs)
     else:
         expected_s = sum(cost_s(c, stop) for c, stop in pairs)
+    given = tuple(
+        job.row(stop, _latest_s(c, stop, now)) for job, (c, stop) in zip(jobs, pairs, strict=True)
+    )
+    # Nothing of the policy's is reckoned with below: a task is handed over whole or not at all.
     core.seq += 1
     for job in jobs:
         core.policy.remove(job.spec.id)
@@ -94,6 +124,8 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
         expected_s=expected_s,
         begins_s=rank.free_at(now),
         ends_s=rank.free_at(now) + expected_s,
+        company_s=sum((c.steps - c.step) * c.step_s for c in candidates[1:]),
+        step_s=decision.step_s,
         silent={rank.name},
     )
     core.board.launch(flight)
@@ -103,10 +135,7 @@ def _run(core: Core, decision: Run, now: float) -> Effects:
             stage=flight.stage,
             model=jobs[0].spec.model,
             members=flight.members,
-            rows=tuple(
-                job.row(stop, _latest_s(candidate, stop, now))
-                for job, (candidate, stop) in zip(jobs, pairs, strict=True)
-            ),
+            rows=given,
             expected_s=expected_s,
             together=bool(decision.step_s),
             slacks_s=tuple(candidate.slack_s(now) for candidate in candidates),
@@ -128,11 +157,40 @@ def _doomed(core: Core, job: Job, now: float) -> Effects:
     steps = steps_in_time(core, job, now)
     if steps is not None:
         return degrade(core, job, steps)
+    if job.spec.on_late == "drop" and _may_be_wrong(core, job, now):
+        core.doubted.add(job.spec.id)
+        return []
     job.doomed = True
     if job.spec.on_late != "drop":
         return []
     what = "it could no longer make its deadline, and on_late is drop"
     return core.end(job, JobStatus.EXPIRED, now, ErrorCode.DEADLINE_MISSED, what)
+
+
+def _is_late(core: Core, job: Job, now: float) -> bool:
+    candidate = job.candidate(core.costs)
+    return candidate.slack_s(now) < -core.view.error * candidate.remaining_s
+
+
+def _may_be_wrong(core: Core, job: Job, now: float) -> bool:
+    """Whether it is late only by an estimate of what was never measured, and by no more than that
+    may be off. If no such job ever ran, nobody would learn what one takes."""
+    left = job.left(core.costs)
+    return not left.known and now + left.seconds - job.deadline_s <= left.margin_s
+
+
+def _judge_again(core: Core, now: float) -> Effects:
+    """Of those that were found late by an estimate that may be wrong: it is better by now, or they
+    are later than it can be wrong by. The policy said so once and does not repeat it."""
+    effects: Effects = []
+    for name in sorted(core.doubted):
+        job = core.jobs.get(name)
+        if job is None or job.ending:
+            core.doubted.discard(name)
+        elif not job.seq and _is_late(core, job, now) and not _may_be_wrong(core, job, now):
+            core.doubted.discard(name)
+            effects += _doomed(core, job, now)
+    return effects
 
 
 def steps_in_time(core: Core, job: Job, now: float) -> int | None:
@@ -147,10 +205,18 @@ def steps_in_time(core: Core, job: Job, now: float) -> int | None:
 
 
 def degrade(core: Core, job: Job, steps: int) -> Effects:
-    """Have a job that has done no step yet do `steps` in all."""
-    note = f"num_inference_steps: {steps} instead of {job.steps}, since on_late is degrade"
+    """Have a job that has done no step yet do `steps` in all. One that has been cut before keeps
+    one note, of what was asked for."""
+    asked, notes = job.steps, []
+    for note in job.spec.notes:
+        cut = CUT.fullmatch(note)
+        if cut is None:
+            notes.append(note)
+        else:
+            asked = int(cut[1])
+    notes.append(f"num_inference_steps: {steps} instead of {asked}, since on_late is degrade")
     params = {**job.spec.params, "num_inference_steps": steps}
-    job.respecify(dataclasses.replace(job.spec, params=params, notes=(*job.spec.notes, note)))
+    job.respecify(dataclasses.replace(job.spec, params=params, notes=tuple(notes)))
     core.policy.remove(job.spec.id)
     core.ready(job)
     return [ev.Shorten(job.spec, steps)]

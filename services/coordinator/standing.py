@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.stage import DENOISE
 from services.coordinator.events import Standing
+from services.coordinator.spread import Ahead
 
 if TYPE_CHECKING:
     from services.coordinator.core import Core
@@ -17,18 +17,18 @@ MOST = 200
 def standings(core: Core, now: float) -> tuple[Standing, ...]:
     """Positions, slack and eta of the first MOST waiting jobs and of all running ones.
 
-    The eta assumes the present order, no arrivals, and work shared evenly by the denoisers.
+    The eta assumes the present order, no arrivals, and that denoisers share evenly the work that
+    they can do (spread.py).
     """
-    denoisers = max(1, len(core.view.by_stage.get(DENOISE, ())))
     out = []
-    ahead_s = 0.0
+    ahead = Ahead(core.spread, core.view)
     for flight in core.board.flights.values():
         for name in flight.jobs:
             job = core.jobs.get(name)
             if job is None or job.ending:
                 continue
             left = job.remaining_s(core.costs)
-            ahead_s += left
+            ahead.add(job.spec.model, left)
             out.append(Standing(name, None, job.deadline_s - now - left, now + left))
     position = 0
     for name in core.policy.order(now):
@@ -36,9 +36,9 @@ def standings(core: Core, now: float) -> tuple[Standing, ...]:
         if job is None or job.ending:
             continue
         left = job.remaining_s(core.costs)
-        eta = now + ahead_s / denoisers + left
+        eta = now + ahead.wait_s(job.spec.model) + left
         out.append(Standing(name, position, job.deadline_s - now - left, eta))
-        ahead_s += left
+        ahead.add(job.spec.model, left)
         position += 1
         if position >= MOST:
             break

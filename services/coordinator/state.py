@@ -116,6 +116,15 @@ class Job:
             spec.traceparent,
         )  # fmt: skip
 
+    def left(self, costs: CostModel) -> Quote:
+        """What is left of it, as `remaining_s`, and how far that may be off."""
+        parts = [(DECODE, 1)]
+        if self.stage != DECODE:
+            parts.append((DENOISE, self.steps - self.step))
+        if self.stage == ENCODE:
+            parts.append((ENCODE, 1))
+        return self._quote(costs, parts)
+
     def remaining_s(self, costs: CostModel) -> float:
         """Work left by the cost model, decode included; queueing is the policy's to judge."""
         model, shapes = self.spec.model, self.shapes
@@ -129,13 +138,18 @@ class Job:
 
     def alone(self, costs: CostModel) -> Quote:
         """What the whole job takes by itself, and how far that may be off."""
-        model, shapes = self.spec.model, self.shapes
-        parts = [(costs.quote(model, stage, shapes[stage]), 1) for stage in (ENCODE, DECODE)]
-        parts.append((costs.quote(model, DENOISE, shapes[DENOISE]), self.steps))
+        return self._quote(costs, [(ENCODE, 1), (DECODE, 1), (DENOISE, self.steps)])
+
+    def _quote(self, costs: CostModel, parts: list[tuple[str, int]]) -> Quote:
+        """Of so many tasks, or steps, of these stages."""
+        quotes = [
+            (costs.quote(self.spec.model, stage, self.shapes[stage]), times)
+            for stage, times in parts
+        ]
         return Quote(
-            seconds=sum(times * quote.seconds for quote, times in parts),
-            margin_s=sum(times * quote.margin_s for quote, times in parts),
-            known=all(quote.known for quote, _ in parts),
+            seconds=sum(times * quote.seconds for quote, times in quotes),
+            margin_s=sum(times * quote.margin_s for quote, times in quotes),
+            known=all(quote.known for quote, _ in quotes),
         )
 
     def candidate(self, costs: CostModel) -> Candidate:
@@ -175,6 +189,8 @@ class Flight:
     ends_s: float = 0.0
     stop: int = 0  # the step before which its first row's chunk ends
     goes_on: bool = False  # one of its jobs has steps left after it
+    company_s: float = 0.0  # denoising left of all its jobs but the first
+    step_s: float = 0.0  # of a pass that its jobs share; 0: they run one after another
     yielding: bool = False
     voiding: bool = False
     started: bool = False  # Redis said so: it cannot be taken back

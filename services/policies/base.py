@@ -84,6 +84,41 @@ class Running:
     stop: int = 0  # the step before which a denoise chunk ends; 0: not known
     company: tuple[str, ...] = ()  # the other jobs of the task
     goes_on: bool = False  # a job of it has steps left after it
+    company_s: float = 0.0  # denoising left of those in `company`
+    begins_s: float = inf  # when it began, or should; inf: not known, then nothing of it is done
+    step_s: float = 0.0  # of a pass that its jobs share; 0: they run one after another
+
+    @property
+    def each_s(self) -> float:
+        """What one of its forward passes takes."""
+        return self.step_s or self.candidate.each_s
+
+    def done_s(self, now: float) -> float:
+        """How much of its first job is done, in seconds of that job alone."""
+        spent_s = min(now, self.ends_s) - self.begins_s
+        if spent_s <= 0:
+            return 0.0
+        if self.step_s:
+            spent_s *= self.candidate.each_s / self.step_s
+        return min(spent_s, cost_s(self.candidate, self.stop)) if self.stop else spent_s
+
+    def begun(self, now: float) -> int:
+        """How many steps it will have done once it could make way: those that are done, and the
+        one that runs."""
+        spent_s = min(now, self.ends_s) - self.begins_s
+        if spent_s < 0 or self.each_s <= 0:
+            return 0
+        begun = int(spent_s / self.each_s + 1e-9) + 1
+        planned = self.stop - self.candidate.step
+        return min(begun, planned) if planned > 0 else begun
+
+    def yields_in_s(self, now: float) -> float:
+        """How long until it could make way: the rest of the step that runs."""
+        wait_s = max(0.0, self.ends_s - now)
+        begun = self.begun(now)
+        if not begun:
+            return min(wait_s, self.each_s)
+        return min(wait_s, max(0.0, self.begins_s + begun * self.each_s - now))
 
 
 @dataclass(slots=True)
@@ -211,7 +246,7 @@ def unfinished(rank: Rank) -> Candidate | None:
     return running.candidate if 0 < running.stop < running.candidate.steps else None
 
 
-def under_way_s(view: View, now: float, before: Callable[[Candidate], bool]) -> float:
+def under_way_s(view: View, now: float, before: Callable[[Running], bool]) -> float:
     """Denoising of the jobs that workers have in hand, in seconds of one rank: what their chunks
     will still take, and all that is left of those that go `before` another."""
     total = 0.0
@@ -220,8 +255,10 @@ def under_way_s(view: View, now: float, before: Callable[[Candidate], bool]) -> 
             if held is None or rank.stage not in (ENCODE, DENOISE):
                 continue
             task = held.candidate
-            if before(task):
-                total += (task.steps - task.step) * task.step_s
+            if before(held):
+                total += (task.steps - task.step) * task.step_s + held.company_s
+                if rank.stage == DENOISE:
+                    total -= held.done_s(now)
             elif held is rank.running and rank.stage == DENOISE:
                 total += max(0.0, held.ends_s - now)
     return total

@@ -14,7 +14,7 @@ picture fills a device that eight small ones do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
 
@@ -27,16 +27,24 @@ from services.policies.base import MOST_ROWS, Candidate, Pass, Run, View
 PAYS = 0.8
 # Waiting jobs that are looked at for one batch, and passed over to find them: 30 µs.
 LOOK, SKIM = 64, 256
+# Jobs outside a batch that are asked whether they can wait for its passes: the next to be due.
+OTHERS = 4
 # What a chunk leaves of the weight of those before it, where the pace is averaged.
 KEEP = 0.9
 
 
 def share(
-    first: Candidate, company: Iterable[Candidate], view: View, now: float, most_units: float = inf
+    first: Candidate,
+    company: Iterable[Candidate],
+    view: View,
+    now: float,
+    most_units: float = inf,
+    others: Sequence[Candidate] = (),
 ) -> tuple[list[Candidate], float]:
     """`first` and who runs with it, and the seconds of a step, or of the task, that they share.
 
     `most_units`: rows × tokens that the rank's memory holds; a job alone may ask for more.
+    `others`: the next that wait for the rank and stay outside, by deadline.
     """
     members, each_s, tried = [first], first.each_s, False
     alone_s = each_s  # of all members, one after the other
@@ -51,11 +59,19 @@ def share(
             if tried:
                 break
             longer_s = max(longer_s, each_s + candidate.each_s)
-        elif longer_s - each_s > PAYS * candidate.each_s * each_s / alone_s:
+        elif longer_s - each_s > PAYS * candidate.each_s * (each_s / alone_s if alone_s else 1.0):
             if larger.mixed:
                 continue  # one of another size may pay
             break
-        if all(bears(member, longer_s, view, now) for member in (*members, candidate)):
+        # A pass is not interrupted, so that those outside must bear it, too.
+        grown = [*members, candidate]
+        waits = all(
+            _is_served(other, grown, longer_s, view, now)
+            or not _is_served(other, members, each_s, view, now)
+            for other in others
+            if other.deadline_s < candidate.deadline_s
+        )
+        if waits and all(bears(member, longer_s, view, now) for member in grown):
             members.append(candidate)
             each_s, tried = longer_s, not known
             alone_s += candidate.each_s
@@ -90,19 +106,39 @@ def bears(member: Candidate, each_s: float, view: View, now: float) -> bool:
     return slack_s >= passes * (each_s - member.each_s)
 
 
+def _is_served(
+    other: Candidate, members: list[Candidate], each_s: float, view: View, now: float
+) -> bool:
+    """Whether `other` is in time after a task of `members` and what is then left of those of them
+    that are due before it."""
+    if other.stage != DENOISE:
+        return other.slack_s(now) >= each_s
+    count = _steps_of_chunk(members, each_s, view)
+    left_s = sum(
+        max(0, member.steps - member.step - count) * member.step_s
+        for member in members
+        if member.deadline_s <= other.deadline_s
+    )
+    return other.slack_s(now) >= count * each_s + left_s
+
+
+def _steps_of_chunk(members: list[Candidate], each_s: float, view: View) -> int:
+    """Of one of about `chunk_s`, within which a member that has fewer left leaves."""
+    count = max(1, round(view.chunk_s / each_s)) if each_s > 0 else 1
+    left = max(member.steps - member.step for member in members)
+    # A rest that would cost a hand-over of its own is taken along.
+    return left if left - count < 0.25 * count else count
+
+
 def shares(candidate: Candidate, view: View) -> bool:
     return view.batch and bool(candidate.batch) and not candidate.suspect
 
 
 def run_together(rank: str, members: list[Candidate], each_s: float, view: View) -> Run:
-    """One task; of denoising a chunk of about `chunk_s`, within which a member that has fewer
-    steps left leaves."""
+    """One task; of denoising a chunk."""
     if members[0].stage != DENOISE:
         return Run(rank, tuple((member.job, member.steps) for member in members), each_s)
-    count = max(1, round(view.chunk_s / each_s)) if each_s > 0 else 1
-    left = max(member.steps - member.step for member in members)
-    if left - count < 0.25 * count:  # a rest that would cost a hand-over of its own
-        count = left
+    count = _steps_of_chunk(members, each_s, view)
     rows = tuple((m.job, min(m.step + count, m.steps)) for m in members)
     return Run(rank, rows, each_s)
 

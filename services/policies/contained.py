@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from common.stage import DENOISE, ENCODE
 from services.policies.base import (
@@ -31,17 +32,20 @@ from services.policies.fcfs import Fcfs
 
 # Every rank may be left idle while jobs wait for this long: a policy may wait for company.
 IDLE_S = 5.0
+# Longer than any task or wait is, yet a number that arithmetic and records can bear.
+MOST_S = 1e9
 
 
 class Contained:
     def __init__(self, policy: Policy) -> None:
-        self.name = policy.name
+        self.name = str(getattr(policy, "name", "") or type(policy).__name__)
         self.failures = 0
         self.last_failure = ""
         self.dismissed = False  # it lost track of jobs: fcfs decides until another is chosen
         self._policy = policy
         self._instead: Fcfs | None = None
-        self.waiting_s = 0.0  # denoising left of all that wait, in seconds of one rank
+        # Denoising left of all that wait, in seconds of one rank, by model.
+        self.waiting_s: dict[str, float] = {}
         self.to_encode = 0  # jobs that wait for an encoder
         self._waiting: dict[str, Candidate] = {}
         self._ranks: dict[str, Rank] = {}
@@ -52,7 +56,7 @@ class Contained:
         self._forget(candidate.job)
         self._waiting[candidate.job] = candidate
         self.to_encode += candidate.stage == ENCODE
-        self.waiting_s += (candidate.steps - candidate.step) * candidate.step_s
+        self._weigh(candidate, 1)
         if self._instead is not None:
             self._instead.add(candidate)
         if not self.dismissed:
@@ -81,20 +85,32 @@ class Contained:
         if candidate is None:
             return
         self.to_encode -= candidate.stage == ENCODE
-        self.waiting_s -= (candidate.steps - candidate.step) * candidate.step_s
+        self._weigh(candidate, -1)
         if not self._waiting:
-            self.waiting_s = 0.0  # without what rounding has left
+            self.waiting_s.clear()  # what rounding has left
+
+    def _weigh(self, candidate: Candidate, sign: int) -> None:
+        work_s = sign * (candidate.steps - candidate.step) * candidate.step_s
+        self.waiting_s[candidate.model] = self.waiting_s.get(candidate.model, 0.0) + work_s
 
     def plan(self, view: View, now: float) -> list[Decision]:
         if self.dismissed:
             return self._fallback().plan(view, now)
         try:
             decisions = list(self._policy.plan(view, now))
-            wrong = self._wrong_with(decisions, view) if decisions else self._idles(view, now)
+            wrong = self._wrong_with(decisions, view)
+            if any(isinstance(decision, Run) for decision in decisions):
+                self._idle_since = None
+            else:
+                wrong = wrong or self._idles(view, now)
         except Exception as error:
             decisions, wrong = [], f"plan raised {error!r}"
         if not wrong:
             return decisions
+        return self.instead(view, now, wrong)
+
+    def instead(self, view: View, now: float, wrong: str) -> list[Decision]:
+        """What fcfs would do, since something is `wrong` with what the policy wants."""
         self._failed(wrong)
         return self._fallback().plan(view, now)
 
@@ -112,7 +128,8 @@ class Contained:
         if not self.dismissed and isinstance(self._policy, Foresees):
             try:
                 found = self._policy.outlook(candidate, view, now)
-                if isinstance(found, Outlook) and found.ahead_s >= 0:
+                says = isinstance(found, Outlook) and found.fits in (None, True, False)
+                if says and _is_time(found.ahead_s):
                     return found
                 self._failed(f"outlook answered {found!r}, not an Outlook")
             except Exception as error:
@@ -153,7 +170,7 @@ class Contained:
             self._arranged, self._ranks = view.by_stage, {rank.name: rank for rank in view.ranks}
         given: dict[str, int] = {}  # rank -> runs in this plan
         taken: set[str] = set()
-        self._idle_since = None
+        cut: set[str] = set()
         for decision in decisions:
             match decision:
                 case Run(rank=name, rows=rows):
@@ -164,25 +181,31 @@ class Contained:
                     held = (rank.running is not None) + (rank.queued is not None)
                     if held + given[name] > 2:
                         return f"rank {name} runs a task and holds another already"
+                    if not _is_time(decision.step_s):
+                        return f"{decision.step_s!r} is not a time in seconds"
                     wrong = self._wrong_rows(rank, rows, taken)
                     if not wrong and decision.step_s:
                         wrong = self._wrong_company(rows)
                     if wrong:
                         return wrong
                 case Preempt(seq=seq):
-                    if not any(r.running and r.running.seq == seq for r in view.ranks):
+                    running = (r.running for r in view.ranks)
+                    if not _is_whole(seq) or not any(h and h.seq == seq for h in running):
                         return f"seq {seq} does not run, so that it cannot be preempted"
                 case Recall(seq=seq):
-                    if not any(r.queued and r.queued.seq == seq for r in view.ranks):
+                    queued = (r.queued for r in view.ranks)
+                    if not _is_whole(seq) or not any(h and h.seq == seq for h in queued):
                         return f"seq {seq} is not queued, so that it cannot be recalled"
                 case Degrade(job=job, steps=steps):
                     candidate = self._waiting.get(job)
-                    if candidate is None or job in taken:
+                    if candidate is None or job in taken or job in cut:
                         return f"job {job!r} does not wait, so that it cannot be degraded"
-                    if candidate.step or not 0 < candidate.fewest <= steps < candidate.steps:
-                        return f"job {job!r} may not be degraded to {steps} steps"
+                    whole = _is_whole(steps) and not candidate.step
+                    if not whole or not 0 < candidate.fewest <= steps < candidate.steps:
+                        return f"job {job!r} may not be degraded to {steps!r} steps"
+                    cut.add(job)
                 case Doomed(job=job):
-                    if job not in self._waiting:
+                    if job not in self._waiting or job in taken:
                         return f"job {job!r} does not wait, so that it cannot be called doomed"
                 case _:
                     return f"{decision!r} is not a decision"
@@ -208,6 +231,8 @@ class Contained:
                 return f"job {job!r} is ready to {candidate.stage}; rank {rank.name} does not"
             if candidate.model not in rank.models:
                 return f"rank {rank.name} has not loaded {candidate.model}, which {job!r} needs"
+            if not _is_whole(stop):
+                return f"a chunk of job {job!r} that ends before step {stop!r}, no whole number"
             if candidate.suspect and len(rows) > 1:
                 return f"job {job!r} has failed before and may not share a task"
             if candidate.stage == DENOISE and not candidate.step < stop <= candidate.steps:
@@ -216,3 +241,12 @@ class Contained:
                     f"it stands at {candidate.step} of {candidate.steps}"
                 )
         return "" if len(models) == 1 else f"a task of {len(models)} models"
+
+
+def _is_time(seconds: Any) -> bool:
+    """Whether it is a number of seconds that can be reckoned with, which nan and inf are not."""
+    return isinstance(seconds, int | float) and 0 <= seconds <= MOST_S
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from heapq import merge
+from itertools import takewhile
 
 from services.policies.base import Candidate
 
@@ -136,29 +136,21 @@ class AgedLanes(Lanes):
 
     def __init__(self) -> None:
         super().__init__()
-        # By model. Times do not go back, so that the first has been in longest.
-        self._since: dict[str, OrderedDict[str, float]] = {}
+        self._since: dict[str, float] = {}
+        self._aged = Lanes()  # the same jobs, the one that has been in longest first
 
-    def enter(self, candidate: Candidate, key: float, now: float) -> None:
-        """Add `candidate`, which was not in it."""
+    def enter(self, candidate: Candidate, key: float, since: float) -> None:
+        """Add `candidate`; it counts as having been in since `since`."""
         self.add(candidate, key)
-        self._since.setdefault(candidate.model, OrderedDict())[candidate.job] = now
+        self._since[candidate.job] = since
+        self._aged.add(candidate, since)
 
     def remove(self, job: str) -> Candidate | None:
-        candidate = super().remove(job)
-        if candidate is not None:
-            self._since[candidate.model].pop(job, None)
-        return candidate
+        if self._since.pop(job, None) is not None:
+            self._aged.remove(job)
+        return super().remove(job)
 
-    def longest(self, models: Iterable[str], until: float) -> Iterator[Candidate]:
+    def longest(self, models: Sequence[str], until: float) -> Iterator[Candidate]:
         """Those of these models that have been in it since `until` or before, the longest
         first."""
-        lanes = [self._entered(model, until) for model in models if model in self._since]
-        found = lanes[0] if len(lanes) == 1 else merge(*lanes)
-        return (self._lanes[model].candidate(job) for _, job, model in found)
-
-    def _entered(self, model: str, until: float) -> Iterator[tuple[float, str, str]]:
-        for job, since in self._since[model].items():
-            if since > until:
-                return
-            yield since, job, model
+        return takewhile(lambda found: self._since[found.job] <= until, self._aged.of(models))

@@ -1,15 +1,20 @@
-"""Who is kept and who is not: the keep-set brought up to date with the pool as it is now."""
+"""Who is kept and who is not: the keep-set brought up to date with the pool as it is now.
+
+A job under way counts with what it has left once it could make way, and the step that runs until
+then counts as time in which nobody else begins. So a job weighs as much when it runs as when it
+waits: none falls out of the set because it was given a rank.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import chain
 
 from common.stage import DECODE, DENOISE
-from services.policies.base import Candidate, Decision, Degrade, Doomed, Rank, View
+from services.policies.base import Candidate, Decision, Degrade, Doomed, Running, View
 from services.policies.batches import Pace
 from services.policies.groups import Group, Groups
 from services.policies.index import AgedLanes, Index, Lanes
@@ -37,7 +42,7 @@ class Terms:
 
 class Keeping:
     """Moves waiting jobs between `kept` (by deadline) and `out` (by work left), which the policy
-    walks. Jobs under way stay in the keep-sets, with all their work until their chunk ends."""
+    walks. Jobs under way stay in the keep-sets; which those are the ranks tell."""
 
     def __init__(self, kept: Mapping[str, Lanes], out: Mapping[str, AgedLanes]) -> None:
         self._kept, self._out = kept, out
@@ -47,7 +52,11 @@ class Keeping:
         self.pace = Pace()
         self.dropped: set[str] = set()  # waiting or under way
         self._known: dict[str, Candidate] = {}  # waiting, not decoding
-        self._away: dict[str, Candidate] = {}  # under way
+        self._away: dict[str, Candidate] = {}  # under way, as they were sent
+        self._ended: set[str] = set()  # and still shown by a rank
+        self._begun: dict[str, int] = {}  # by job under way: steps counted as done in the sets
+        # Since when it would have been out without a break, and how far it was: by job
+        self._since: dict[str, tuple[float, tuple[str, int]]] = {}
         self._again = Index()  # dropped, waiting, and not hopeless: by work left
         self._lost_at: list[tuple[float, str]] = []  # heap: when such a job becomes hopeless
         self._turn = 0
@@ -57,7 +66,11 @@ class Keeping:
         """It waits; in the set until the next `settle` finds no room."""
         job = candidate.job
         self._away.pop(job, None)
+        self._begun.pop(job, None)
+        self._ended.discard(job)
         self.dropped.discard(job)
+        if job in self._since and self._since[job][1] != (candidate.stage, candidate.step):
+            del self._since[job]
         if candidate.stage == DECODE:
             self._discard(job)
             return
@@ -66,34 +79,26 @@ class Keeping:
         self._put(candidate)
 
     def remove(self, job: str) -> None:
-        """It has ended."""
-        self._known.pop(job, None)
-        self._away.pop(job, None)
+        """It does not wait any more: given to a rank or ended, as the ranks will tell; or it has
+        ended under way."""
         self._again.remove(job)
-        self.dropped.discard(job)
-        self._discard(job)
-
-    def sent(self, candidate: Candidate) -> None:
-        """It is given to a rank for a chunk."""
-        if candidate.stage != DECODE:
-            self._away[candidate.job] = candidate
-
-    def left(self, job: str) -> None:
-        """It does not wait any more: it is under way."""
-        self._known.pop(job, None)
-        self._again.remove(job)
+        candidate = self._known.pop(job, None)
+        if candidate is not None:
+            self._away[job] = candidate
+        elif job in self._away:
+            self._forget(job)
+            self._ended.add(job)
 
     def settle(self, view: View, now: float) -> list[Decision]:
         """Drop whom there is no room for, take back whom there is."""
         decisions: list[Decision] = []
         self._look_at_pool(view)
-        # The clock costs a look at every rank, and mostly there is room to spare.
+        # What runs is looked at closely only if need be: mostly there is room to spare.
         soon = now + self.longest_step_s
         pressed = [g for g in self._groups.all if self._again or g.jobs.spare_s < soon]
         if pressed:
-            self._forget_stray(view)
+            self._look_at_work(view, now)
         for group in pressed:
-            group.clock_s = clock(group.ranks, now)
             while (job := group.jobs.evict(group.clock_s)) is not None:
                 self._discard(job)
                 if not self._degraded(job, decisions):
@@ -112,8 +117,7 @@ class Keeping:
         """Whether `candidate`, which does not wait yet, would make its deadline and all that are
         kept theirs."""
         self._look_at_pool(view)
-        for group in self._groups.of(candidate.model):
-            group.clock_s = clock(group.ranks, now)
+        self._look_at_work(view, now)
         return not is_late(candidate, now, view) and self._fits(candidate)
 
     def drop(self, candidate: Candidate, now: float, decisions: list[Decision]) -> None:
@@ -124,11 +128,15 @@ class Keeping:
 
     # -- what is in the set ----------------------------------------------------------------
 
-    def _entry(self, candidate: Candidate, group: Group) -> tuple[float, float, float, float]:
-        """due, limit, load and size for KeepSet.put."""
+    def _entry(
+        self, candidate: Candidate, group: Group, begun: int = 0
+    ) -> tuple[float, float, float, float]:
+        """due, limit, load and size for KeepSet.put, of a job that has `begun` so many steps since
+        it was sent."""
         terms = self._terms
         work = (candidate.steps - candidate.step) * candidate.step_s
         due = candidate.deadline_s - (candidate.remaining_s - work)
+        work -= begun * candidate.step_s
         size = work / 2.0 ** max(-MOST_PRIORITY, min(MOST_PRIORITY, candidate.priority))
         load = (work / terms.pace + terms.switch_s) / group.size
         limit = due + terms.error * candidate.remaining_s
@@ -136,15 +144,23 @@ class Keeping:
             limit -= work * max(0.0, terms.stretch - 1 / terms.pace)
         return due, limit, load, size
 
-    def _put(self, candidate: Candidate) -> None:
+    def _put(self, candidate: Candidate, begun: int = 0) -> None:
         for group in self._groups.of(candidate.model):
-            group.jobs.put(candidate.job, *self._entry(candidate, group))
+            group.jobs.put(candidate.job, *self._entry(candidate, group, begun))
 
     def _discard(self, job: str) -> None:
         for group in self._groups.all:
             group.jobs.discard(job)
 
     # -- the pool --------------------------------------------------------------------------
+
+    def _forget(self, job: str) -> None:
+        """It is no longer under way."""
+        del self._away[job]
+        self._begun.pop(job, None)
+        self._since.pop(job, None)
+        self.dropped.discard(job)
+        self._discard(job)
 
     def _look_at_pool(self, view: View) -> None:
         changed = False
@@ -158,19 +174,73 @@ class Keeping:
         if changed:
             for job, candidate in chain(self._known.items(), self._away.items()):
                 if job not in self.dropped:
-                    self._put(candidate)
+                    self._put(candidate, self._begun.get(job, 0))
+        self._look_who_is_away(view)
 
-    def _forget_stray(self, view: View) -> None:
-        """Jobs that were sent and that no rank shows: packed behind others, or ended since."""
-        ranks = (rank for rank in view.ranks if rank.stage != DECODE)
-        held = (held for rank in ranks for held in (rank.running, rank.queued) if held)
-        at_work = {job for each in held for job in (each.candidate.job, *each.company)}
-        if len(self._away) <= len(at_work):
+    def _look_who_is_away(self, view: View) -> None:
+        """Forget jobs that no rank shows any more, and learn of those that were under way before
+        this policy led."""
+        held: list[Running] = []
+        shown: set[str] = set()
+        for rank in view.ranks:
+            if rank.running is None or rank.stage == DECODE:
+                continue
+            for each in (rank.running, rank.queued):
+                if each is not None:
+                    held.append(each)
+                    shown.add(each.candidate.job)
+                    if each.company:
+                        shown.update(each.company)
+        self._ended &= shown
+        if shown == self._away.keys():
             return
-        for job in [job for job in self._away if job not in at_work and job not in self._known]:
-            del self._away[job]
-            self.dropped.discard(job)
-            self._discard(job)
+        for job in self._away.keys() - shown:
+            self._forget(job)
+        for each in held:
+            for job in (each.candidate.job, *each.company):
+                if not (job in self._away or job in self._ended or job in self._known):
+                    # Of company only the name is known: as much as of the first.
+                    self._away[job] = replace(each.candidate, job=job)
+                    self._put(self._away[job])
+
+    def _look_at_work(self, view: View, now: float) -> None:
+        """What jobs under way have left, and so when others' work can begin."""
+        yields_in_s: dict[str, float] = {}
+        for rank in view.by_stage.get(DENOISE, ()):
+            if rank.running is not None:
+                self._count_begun(rank.running, now)
+                yields_in_s[rank.name] = self._yields_in_s(rank.running, now)
+        for group in self._groups.all:
+            total_s = sum(yields_in_s.get(rank.name, 0.0) for rank in group.ranks)
+            group.clock_s = now + total_s / group.size
+
+    def _count_begun(self, running: Running, now: float) -> None:
+        begun = running.begun(now)
+        # Rows that run one after another are short: the others' count when they are done.
+        for job in self._members(running):
+            candidate = self._away.get(job)
+            if candidate is None or self._begun.get(job, 0) == begun:
+                continue
+            self._begun[job] = begun
+            if job not in self.dropped:
+                self._put(candidate, min(begun, candidate.steps - candidate.step))
+
+    def _yields_in_s(self, running: Running, now: float) -> float:
+        """How long nobody else can begin there. Of a first pass no more than what its jobs weigh
+        less in the sets for it, since else its start would push somebody out."""
+        wait_s = running.yields_in_s(now)
+        if running.begun(now) != 1 or (self._terms.pace == 1.0 and not running.step_s):
+            return wait_s
+        jobs = (job for job in self._members(running) if job not in self.dropped)
+        away = (self._away[job] for job in jobs if job in self._away)
+        less_s = sum(candidate.step_s for candidate in away) / self._terms.pace
+        over_s = max(0.0, running.each_s - less_s) if less_s else 0.0
+        return max(0.0, wait_s - over_s)
+
+    def _members(self, running: Running) -> tuple[str, ...]:
+        """Those whose steps are done at once."""
+        first = running.candidate.job
+        return (first, *running.company) if running.step_s else (first,)
 
     # -- who goes and who comes back -------------------------------------------------------
 
@@ -180,7 +250,9 @@ class Keeping:
         if candidate is None:
             return  # under way; it is looked at again when it comes back
         if self._kept[candidate.stage].remove(job) is not None:
-            self._out[candidate.stage].enter(candidate, candidate.remaining_s, now)
+            place = candidate.stage, candidate.step
+            since, _ = self._since.setdefault(job, (now, place))
+            self._out[candidate.stage].enter(candidate, candidate.remaining_s, since)
         lost_at = candidate.deadline_s - (1 - self._terms.error) * candidate.remaining_s
         if lost_at < now or candidate.stage == DECODE:
             _say(candidate, decisions)
@@ -227,19 +299,6 @@ class Keeping:
             if not group.jobs.fits(candidate.job, due, limit, load, group.clock_s):
                 return False
         return True
-
-
-def clock(ranks: Sequence[Rank], now: float) -> float:
-    """When work begins: now, or when those who run could make way, on average."""
-    total = 0.0
-    for rank in ranks:
-        running = rank.running
-        if running is not None:
-            wait = running.ends_s - now
-            if wait > 0:
-                step_s = running.candidate.step_s
-                total += step_s if wait > step_s else wait
-    return now + total / max(1, len(ranks))
 
 
 def _say(candidate: Candidate, decisions: list[Decision]) -> None:

@@ -141,7 +141,8 @@ class KeepSet:
         node, before = 1, 0.0
         while node < self._leaves:
             node *= 2
-            if self._low[node] - before >= clock_s:
+            # Rounded, it may look as if all fitted: still not beyond the last entry.
+            if self._low[node] - before >= clock_s and self._low[node + 1] < math.inf:
                 before += self._sum[node]
                 node += 1
         number = node - self._leaves

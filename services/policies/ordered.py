@@ -89,7 +89,7 @@ class Ordered:
     def outlook(self, candidate: Candidate, view: View, now: float) -> Outlook:
         key = self._rule.key(candidate)
         late = self._doomed_last and is_late(candidate, view, now)
-        ahead_s = under_way_s(view, now, lambda task: late or self._rule.key(task) <= key)
+        ahead_s = under_way_s(view, now, lambda held: late or self._rule.key(held.candidate) <= key)
         for stage in STAGES:
             if late:
                 ahead_s += self._ready[stage].work_before(inf)

@@ -29,6 +29,18 @@ class Places:
         return self._last.get(rank.name, "")
 
 
+def has_another(job: Candidate, rank: Rank, given: Set[str], view: View, now: float) -> bool:
+    """Whether `job` can have another rank than this one: a free one that was not `given` anything,
+    or, with as much time again to spare, one that becomes free."""
+    able_s = job.slack_s(now) / 2 - view.switch_s
+    for other in view.by_stage[rank.stage]:
+        if other is rank or other.queued is not None or job.model not in other.models:
+            continue
+        if other.name not in given and other.free_at(now) - now <= able_s:
+            return True
+    return False
+
+
 def place_elsewhere(
     first: Candidate, last: Candidate, rank: Rank, given: Set[str], view: View, now: float
 ) -> bool:

@@ -38,10 +38,10 @@ from services.policies.base import (
     under_way_s,
     unfinished,
 )
-from services.policies.batches import SKIM, run_together, share, shares
+from services.policies.batches import OTHERS, SKIM, run_together, share, shares
 from services.policies.index import AgedLanes, Lanes
 from services.policies.keeping import Keeping, is_late
-from services.policies.places import Places, place_elsewhere
+from services.policies.places import Places, has_another, place_elsewhere
 from services.policies.turns import Turns, turn_stop
 from services.policies.yielding import make_way
 
@@ -82,7 +82,6 @@ class Slack:
         self._out = {stage: AgedLanes() for stage in STAGES}  # by work left
         self._stage: dict[str, str] = {}
         self._waiting = dict.fromkeys(STAGES, 0)
-        self._sent: set[str] = set()  # given to a rank by the plan that is being carried out
         self._keeping = Keeping(self._kept, self._out)
         self._turns = Turns(self._out)
         self._places = Places()
@@ -90,7 +89,6 @@ class Slack:
     def add(self, candidate: Candidate) -> None:
         if candidate.job in self._stage:
             self.remove(candidate.job)
-        self._sent.discard(candidate.job)
         self._stage[candidate.job] = candidate.stage
         self._waiting[candidate.stage] += 1
         self._kept[candidate.stage].add(candidate, candidate.deadline_s, -candidate.priority)
@@ -102,11 +100,7 @@ class Slack:
             self._waiting[stage] -= 1
             if self._kept[stage].remove(job) is None:
                 self._out[stage].remove(job)
-        if job in self._sent:
-            self._sent.discard(job)
-            self._keeping.left(job)
-        else:
-            self._keeping.remove(job)
+        self._keeping.remove(job)
 
     def order(self, now: float) -> Iterable[str]:
         kept = merge(*(((c.deadline_s, c.job) for c in lanes) for lanes in self._kept.values()))
@@ -119,20 +113,20 @@ class Slack:
         fits = self._keeping.fits(candidate, view, now)
         plan = Round(view, now, [])
 
-        def goes_before(task: Candidate) -> bool:
-            if self._is_out(task, plan):
+        def goes_before(held: Running) -> bool:
+            task = held.candidate
+            if self._is_out(task, plan, held.done_s(now)):
                 return not fits and task.remaining_s <= candidate.remaining_s
             return not fits or task.deadline_s <= candidate.deadline_s
 
         ahead_s = under_way_s(view, now, goes_before)
         for stage in (ENCODE, DENOISE):
-            ahead_s += self._kept[stage].work_before(candidate.deadline_s if fits else inf)
+            ahead_s += self._kept[stage].work_before(candidate.deadline_s if fits else inf, inf)
             if not fits:
                 ahead_s += self._out[stage].work_before(candidate.remaining_s)
         return Outlook(ahead_s, fits)
 
     def plan(self, view: View, now: float) -> list[Decision]:
-        self._sent.clear()
         plan = Round(view, now, self._keeping.settle(view, now))
         for stage in STAGES:
             if self._waiting[stage]:
@@ -238,17 +232,18 @@ class Slack:
         """Whether the job that runs there goes on and comes before `following`."""
         if self._joins(following.candidate, rank, plan):
             return True
-        task = unfinished(rank)
-        if task is None or following.why == "due":
+        held, task = rank.running, unfinished(rank)
+        if held is None or task is None or following.why == "due":
             return False
+        is_out = self._is_out(task, plan, held.done_s(plan.now))
         if following.why == "kept":
-            if not self._precedes(following.candidate, task, plan):
+            if not self._precedes(following.candidate, held, plan):
                 return True
-            stays = rank.stage == DENOISE and not self._is_out(task, plan)
-            return stays and self._elsewhere(following.candidate, task, rank, plan)
-        if not self._is_out(task, plan):
+            return not is_out and self._elsewhere(following.candidate, task, rank, plan)
+        if not is_out:
             return True
-        return following.why == "out" and task.remaining_s <= following.candidate.remaining_s
+        left_s = task.remaining_s - cost_s(task, held.stop)
+        return following.why == "out" and left_s <= following.candidate.remaining_s
 
     def _joins(self, candidate: Candidate, rank: Rank, plan: Round) -> bool:
         """Whether jobs that run there come back from their chunk to share the next with it."""
@@ -259,12 +254,17 @@ class Slack:
             return False
         return shares(candidate, plan.view) and running.candidate.batch == candidate.batch
 
-    def _is_out(self, candidate: Candidate, plan: Round) -> bool:
-        return candidate.job in self._keeping.dropped or is_late(candidate, plan.now, plan.view)
+    def _is_out(self, candidate: Candidate, plan: Round, done_s: float = 0.0) -> bool:
+        """Whether it is not kept. Under way, `done_s` of its work is done already."""
+        dropped = candidate.job in self._keeping.dropped
+        return dropped or is_late(candidate, plan.now - done_s, plan.view)
 
-    def _precedes(self, first: Candidate, second: Candidate, plan: Round) -> bool:
-        """Whether `first` goes before `second`: it is due earlier, or `second` is not kept."""
-        return self._is_out(second, plan) or first.deadline_s < second.deadline_s
+    def _precedes(self, first: Candidate, held: Running, plan: Round) -> bool:
+        """Whether `first` goes before the job that a rank holds: it is due earlier, or that one is
+        not kept."""
+        second = held.candidate
+        is_out = self._is_out(second, plan, held.done_s(plan.now))
+        return is_out or first.deadline_s < second.deadline_s
 
     # -- handing over ----------------------------------------------------------------------
 
@@ -295,8 +295,8 @@ class Slack:
         """A task of `first` and of whoever can share its forward passes: first of the kept, by
         deadline, then of those that are out. False where that is nobody, and `first` may be
         packed with others instead."""
-        company = self._company(first, plan)
-        members, each_s = share(first, company, plan.view, plan.now, rank.most_units)
+        company, others = self._company(first, plan), self._others(first, rank, plan)
+        members, each_s = share(first, company, plan.view, plan.now, rank.most_units, others)
         if len(members) == 1 and rank.stage != DENOISE:
             return False
         run = run_together(rank.name, members, each_s, plan.view)
@@ -306,6 +306,7 @@ class Slack:
             took_s *= max(steps for _, steps in did)
             alone_s = sum(m.step_s * steps for m, steps in did)
             self._keeping.pace.ran(alone_s, took_s, len(members))
+            self._keeping.longest_step_s = max(self._keeping.longest_step_s, each_s)
         self._turns.passed(rank, took_s, plan.view, plan.now)
         for member in members:
             self._note(member, rank, plan)
@@ -333,6 +334,19 @@ class Slack:
             offered += 1
             yield candidate
 
+    def _others(self, first: Candidate, rank: Rank, plan: Round) -> list[Candidate]:
+        """The next of the kept that cannot share a task with `first` and wait for its rank, since
+        no other is theirs soon enough."""
+        found = (
+            candidate
+            for candidate in islice(self._kept[rank.stage].of(rank.models), SKIM)
+            if (candidate.batch != first.batch or candidate.suspect)
+            and candidate.job not in plan.taken
+            and candidate.job != first.job
+            and not has_another(candidate, rank, plan.given, plan.view, plan.now)
+        )
+        return list(islice(found, OTHERS))
+
     def _send(self, candidate: Candidate, rank: Rank, plan: Round) -> int:
         """`candidate` gets a chunk on `rank`; the step that it ends before."""
         stop = chunk_stop(candidate, plan.view.chunk_s)
@@ -346,8 +360,6 @@ class Slack:
     def _note(self, candidate: Candidate, rank: Rank, plan: Round) -> None:
         plan.taken[candidate.job] = candidate.model
         plan.given.add(rank.name)
-        self._sent.add(candidate.job)
-        self._keeping.sent(candidate)
         if rank.stage == DENOISE:
             self._places.ran(rank, candidate.job, plan.view.ranks)
 
@@ -358,14 +370,16 @@ class Slack:
         """
         chunk_s = longest_chunk_s(plan.view, self._keeping.longest_step_s)
 
-        def precedes(first: Candidate, second: Candidate) -> bool:
-            return self._precedes(first, second, plan)
+        def precedes(first: Candidate, held: Running) -> bool:
+            return self._precedes(first, held, plan)
 
         def is_turn(held: Running) -> bool:
             return held.stop == turn_stop(held.candidate) and self._is_out(held.candidate, plan)
 
         for urgent in self._kept[DENOISE].heads(plan.taken):
-            decisions, rank = make_way(urgent, plan.view, plan.now, chunk_s, precedes, is_turn)
+            decisions, rank = make_way(
+                urgent, plan.view, plan.now, chunk_s, plan.given, precedes, is_turn
+            )
             plan.decisions += decisions
             plan.yields = next((d.seq for d in decisions if isinstance(d, Preempt)), 0)
             if rank is not None and not self._joins(urgent, rank, plan):

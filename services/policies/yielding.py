@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from common.stage import DENOISE
 from services.policies.base import Candidate, Decision, Preempt, Rank, Recall, Running, View
 
-Precedes = Callable[[Candidate, Candidate], bool]  # whether one job goes before another
+Precedes = Callable[[Candidate, Running], bool]  # whether a job goes before one that a rank has
 IsTurn = Callable[[Running], bool]  # whether a task is the turn of one that is out (turns.py)
 
 
@@ -16,6 +16,7 @@ def make_way(
     view: View,
     now: float,
     chunk_s: float,  # no chunk takes longer
+    given: Set[str],  # ranks that this plan has given a task
     precedes: Precedes,
     is_turn: IsTurn,
 ) -> tuple[list[Decision], Rank | None]:
@@ -27,7 +28,7 @@ def make_way(
     victims = []
     able_s = slack / 2 - view.switch_s  # what it can wait
     for rank in view.by_stage.get(DENOISE, ()):
-        if urgent.model not in rank.models:
+        if urgent.model not in rank.models or rank.name in given:
             continue
         if rank.running is None:
             if rank.queued is None:
@@ -35,7 +36,7 @@ def make_way(
             continue
         wait_s = max(0.0, rank.running.ends_s - now)
         if rank.queued:
-            wait_s += rank.queued.candidate.step_s
+            wait_s += rank.queued.each_s
         if wait_s <= able_s:
             return [], None
         victims.append(rank)
@@ -54,12 +55,12 @@ def _chosen(
     for rank in victims:
         running, queued = rank.running, rank.queued
         assert running is not None
-        if queued and (is_turn(queued) or not precedes(urgent, queued.candidate)):
+        if queued and (is_turn(queued) or not precedes(urgent, queued)):
             continue  # a turn is short, and was waited for long enough
         interrupts = (
             not running.yielding
-            and running.ends_s - now > running.candidate.step_s + view.switch_s
-            and precedes(urgent, running.candidate)
+            and running.ends_s - now > running.each_s + view.switch_s
+            and precedes(urgent, running)
         )
         if queued or interrupts or running.yielding:
             open_to.append((running.candidate.deadline_s, rank, interrupts))
