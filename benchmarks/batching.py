@@ -6,7 +6,8 @@ Jobs differ in prompt, seed, number of steps, guidance scale and in the step the
 guidance, all of them are guided, at scales of their own, and `mixed` guides every second one.
 The static batch is one call of diffusers' pipeline for as many jobs that are alike: same steps,
 same scale. One thread; CPU time of that thread, which neighbours on the machine disturb less
-than the wall clock; the kinds take turns, and the best of their repeats counts.
+than the wall clock; the kinds take turns. Ratios are taken within each repeat, and of them and of
+times the median counts; a line has at least three repeats, unless --repeats says fewer.
 
 A step's time is that of one step of all jobs. Jobs a second are whole jobs from prompt to
 latents, encoding and preparation included. Accuracy: each step against the job's step alone from
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,8 @@ single_threaded()
 PROMPTS = ("a red circle", "a small blue square, left", "two green triangles", "a yellow star")
 SCALES = (4.0, 2.0, 7.0, 3.0)
 GUIDANCE = ("with", "without", "mixed")
-CELL_S = 10.0  # a line begins no further repeat after this
+CELL_S = 10.0  # a line begins no repeat after this, but those of LEAST_REPEATS
+LEAST_REPEATS = 3
 CACHES = (("first_block", 0.05), ("first_block", 0.2), ("taylor_seer", None))
 CACHE_STEPS = 20
 STEPS = 6  # of a like job; others take up to three more
@@ -214,22 +217,43 @@ def cell(
     }
     if guidance != "mixed":  # diffusers cannot
         kinds["static"] = lambda: _sum([theirs.run(like)[1]])
-    best = dict.fromkeys(kinds, (float("inf"), float("inf")))
+    turns: list[dict[str, tuple[float, float]]] = []
     until = time.monotonic() + CELL_S
-    for turn in range(repeats):
-        if turn and time.monotonic() > until:
-            break
-        for name, run in kinds.items():
-            measured = run()
-            best[name] = (min(best[name][0], measured[0]), min(best[name][1], measured[1]))
+    while len(turns) < min(repeats, LEAST_REPEATS) or (
+        len(turns) < repeats and time.monotonic() < until
+    ):
+        turns.append({name: run() for name, run in kinds.items()})
     line: dict[str, Any] = {"size": size, "jobs": count, "guidance": guidance}
-    for name, (step_s, whole_s) in best.items():
+    line["repeats"] = len(turns)
+    for name in kinds:
+        step_s, whole_s = (statistics.median(turn[name][i] for turn in turns) for i in (0, 1))
         line[f"{name}_step_ms"] = round(1e3 * step_s, 2)
         line[f"{name}_jobs_per_s"] = round(count / whole_s, 2)
-    line["speedup"] = round(best["one_by_one"][0] / best["ours"][0], 3)
-    if "static" in best:
-        line["of_static"] = round(best["static"][0] / best["ours"][0], 3)
+    for figure, name in (("speedup", "one_by_one"), ("of_static", "static")):
+        if name in kinds:
+            ratios = [turn[name][0] / turn["ours"][0] for turn in turns]
+            line[figure] = round(statistics.median(ratios), 3)
+            line[f"{figure}_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
     return line
+
+
+def beside_static(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By size: the least and most that a batch of several is of the static one, and whether it
+    loses to it: the median over the numbers of jobs is below 1."""
+    found: dict[str, Any] = {}
+    for size in sorted({line["size"] for line in lines}):
+        of = [
+            line["of_static"]
+            for line in lines
+            if line["size"] == size and line["jobs"] > 1 and "of_static" in line
+        ]
+        if of:
+            median = statistics.median(of)
+            found[str(size)] = {
+                "least": min(of), "median": round(median, 3), "most": max(of),
+                "loses": median < 1.0,
+            }  # fmt: skip
+    return found
 
 
 def _sum(laps: list[Laps]) -> tuple[float, float]:
@@ -356,11 +380,14 @@ def main() -> None:
     out = {
         "benchmark": "batching",
         "speedup_b4_small": small.get("speedup"),
+        "speedup_b4_small_range": small.get("speedup_range"),
         "of_static_b4_small": small.get("of_static"),
+        "of_static_b4_small_range": small.get("of_static_range"),
         "allclose": all(x["allclose"] for x in fp32),
         "fp32_max_difference": max(x["max_difference"] for x in fp32),
         "bf16_max_difference": half["max_difference"],
         "whole_runs": runs,
+        "of_static_by_size": beside_static(lines),
         "repeats": options.repeats,
         "lines": lines,
         "caches": caches,
@@ -370,6 +397,11 @@ def main() -> None:
         f"{out['of_static_b4_small']} × the static batch; a step from the same latents: fp32 "
         f"{out['fp32_max_difference']:.1e} apart, bf16 {out['bf16_max_difference']:.1e}"
     )
+    for size, of in out["of_static_by_size"].items():
+        print(
+            f"{size} px, several jobs: {of['least']} to {of['most']} x the static batch, median "
+            f"{of['median']}" + (": it loses to it" if of["loses"] else "")
+        )
     for run in runs:
         print(
             f"{run['size']} px, whole runs, against one by one: {run['max_difference']:.1e}"

@@ -49,9 +49,9 @@ def bound(
 ) -> dict[str, Any]:
     """`bound`: at most this much weight (jobs, by default) can be in time; and its share of all."""
     begun = time.perf_counter()
-    encode = np.array([costs.seconds(ENCODE, j.tokens) for j in jobs])
-    decode = np.array([costs.seconds(DECODE, j.tokens) for j in jobs])
-    work = np.array([j.steps * costs.seconds(DENOISE, j.tokens) for j in jobs])
+    encode = np.array([costs.seconds(ENCODE, j.tokens, 1, j.forwards) for j in jobs])
+    decode = np.array([costs.seconds(DECODE, j.tokens, j.n) for j in jobs])
+    work = np.array([j.steps * costs.seconds(DENOISE, j.tokens, j.n, j.forwards) for j in jobs])
     release = np.array([j.arrival_s for j in jobs]) + encode
     due = np.array([j.deadline_s for j in jobs]) - decode
     weight = np.ones(len(jobs)) if weights is None else np.asarray(weights, dtype=float)

@@ -2,10 +2,16 @@
 
 `python -m benchmarks.control_plane [--jobs N] [--rounds N] [--json]`
 
-Every system gets the same Redis binary (freshly flushed), the same cores and the same client
-load: a closed loop of WINDOW jobs in flight, each three tasks long, pushed in pipelines. A job
-counts once its result can be read by a key the client knows. Systems take turns for several
-rounds; the median of each counts, since the machine is shared.
+Every system gets a Redis of its own of the same binary, the same cores and the same closed loop of
+WINDOW jobs in flight, each three tasks long, refilled a quarter of the window at a time. A job
+counts once its result can be read by a key the client knows; one process pushes and polls. Systems
+take turns for several rounds; the median of each counts, since the machine is shared.
+
+Pushing is not alike, since each system is pushed to as its own clients do (`CLIENTS`): ours is an
+XADD, so that a refill is one pipeline; taskiq's and docket's clients push a refill concurrently on
+an event loop, each job in round trips of its own; Celery's publishes one chain after the other, and
+polls only in between. So the figures are of a system with its client, and the peers', Celery's
+before all, are in part the client's.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +68,7 @@ def drive(client: redis.Redis, system: System, jobs: int, window: int, tag: str)
     latencies: list[float] = []
     while len(latencies) < jobs:
         room = min(window - len(pending), jobs - pushed)
-        # Refill in batches, so that pushing costs the client alike for every system.
+        # Refill in batches, so that systems that can push many at once do.
         if room >= window // 4 or (room and pushed + room == jobs) or not pending:
             ids = [f"{tag}-{pushed + i}" for i in range(room)]
             pushed += room
@@ -134,7 +141,6 @@ def _children(commands: list[list[str]], env: dict[str, str]) -> Iterator[None]:
 def slackwater(url: str) -> Iterator[System]:
     env = {
         "SLACKWATER_REDIS_URL": url, "SLACKWATER_NOOP": "0", "SLACKWATER_LOG_LEVEL": "WARNING",
-        "SLACKWATER_ARENA_PATH": f"/dev/shm/slackwater-bench-{os.getpid()}/arena",
         "SLACKWATER_ARENA_BYTES": str(16 * 2**20),
     }  # fmt: skip
     services = ["services.coordinator", "encoder_svc", "denoise_svc", "decoder_svc"]
@@ -146,9 +152,10 @@ def slackwater(url: str) -> Iterator[System]:
             pipe.xadd("sw:jobs", {"payload": msgpack.packb({"id": job, "prompt": "x", "seed": 1})})
         pipe.execute()
 
-    with _children([[service] for service in services], env):
-        yield System("slackwater", push, lambda job: f"sw:result:{job}")
-    os.unlink(env["SLACKWATER_ARENA_PATH"])
+    with tempfile.TemporaryDirectory(prefix="slackwater-bench-", dir="/dev/shm") as folder:
+        env["SLACKWATER_ARENA_PATH"] = f"{folder}/arena"
+        with _children([[service] for service in services], env):
+            yield System("slackwater", push, lambda job: f"sw:result:{job}")
 
 
 @contextmanager
@@ -232,6 +239,12 @@ def _loop() -> Iterator[Callable[[Any], Any]]:
 
 SYSTEMS = {"slackwater": slackwater, "celery_chain": celery, "taskiq_streams": taskiq,
            "docket_chain": docket}  # fmt: skip
+CLIENTS = {
+    "slackwater": "plain XADD, a refill in one pipeline",
+    "celery_chain": "apply_async, one chain after the other",
+    "taskiq_streams": "kiq, a refill concurrently",
+    "docket_chain": "add, a refill concurrently, 32 at once",
+}
 
 
 def measure(name: str, jobs: int, tag: str) -> dict[str, Load]:
@@ -295,10 +308,12 @@ def main() -> None:
     ours = best.pop("slackwater", None)
     out = {
         "benchmark": "control_plane", "window": WINDOW, "jobs": options.jobs,
-        "rounds": options.rounds, "systems": summary, "jobs_per_s": ours,
+        "rounds": options.rounds, "clients": {name: CLIENTS[name] for name in options.only},
+        "systems": summary, "jobs_per_s": ours,
         "best_peer": max(best, key=lambda n: best[n], default=None),
         "ratio_to_best_peer": round(ours / max(best.values()), 2) if ours and best else None,
     }  # fmt: skip
+    print("pushed: " + "; ".join(f"{name} by {CLIENTS[name]}" for name in options.only))
     print(f"ratio to the best peer ({out['best_peer']}): {out['ratio_to_best_peer']}")
     if options.json:
         print(json.dumps(out))

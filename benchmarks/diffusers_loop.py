@@ -67,12 +67,19 @@ class DiffusersLoop:
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
         """Seconds for all of them, and each one's line."""
+        self.begin(jobs)
+        return self.end(jobs)
+
+    def begin(self, jobs: Sequence[dict[str, Any]]) -> None:
         assert self._process.stdin
-        assert self._process.stdout
         for job in jobs:
             self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
+
+    def end(self, jobs: Sequence[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
+        """What `run` gives, of the jobs that `begin` was given."""
+        assert self._process.stdout
         lines = [json.loads(self._process.stdout.readline()) for _ in range(len(jobs) + 1)]
         return lines[-1]["total_s"], lines[:-1]
 
@@ -80,6 +87,20 @@ class DiffusersLoop:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait(30)
+
+
+def run_side_by_side(
+    loops: Sequence[DiffusersLoop], jobs: Sequence[dict[str, Any]]
+) -> tuple[float, list[dict[str, Any]]]:
+    """The jobs dealt out to several loops that run at once: seconds from the start to the last
+    end, and each job's line."""
+    shares = [jobs[i :: len(loops)] for i in range(len(loops))]
+    begun = time.perf_counter()
+    for loop, share in zip(loops, shares, strict=True):
+        loop.begin(share)
+    found = [loop.end(share)[1] for loop, share in zip(loops, shares, strict=True)]
+    seconds = time.perf_counter() - begun
+    return seconds, [found[i % len(loops)][i // len(loops)] for i in range(len(jobs))]
 
 
 def main() -> None:

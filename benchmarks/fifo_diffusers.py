@@ -1,8 +1,8 @@
-"""What people run today: one process, a Redis list, diffusers' own `__call__` for each job in turn.
+"""What people run today: a Redis list, and one process or more that call diffusers job after job.
 
-`python -m benchmarks.fifo_diffusers URL MODEL` is the worker: it pops jobs from the list `jobs` in
+`python -m benchmarks.fifo_diffusers URL MODEL` is a worker: it pops jobs from the list `jobs` in
 the order of arrival, runs all three stages of each, leaves the pictures and appends a line to the
-list `ended`. `fifo_diffusers` starts it with a Redis of its own.
+list `ended`. `fifo_diffusers` starts one or several at a Redis of their own.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from common.clock import redis_clock
 from common.connect import blocking, writing
 
 JOBS, ENDED, READY = "jobs", "ended", "ready"
+WORKERS = {"fifo": 1, "fifo-two": 2}  # of each system of this kind, one thread each
 OUTPUT_TTL_S = 3600
 
 
 class Fifo:
-    """The worker as a System (benchmarks/openloop.py)."""
+    """The workers as a System (benchmarks/openloop.py)."""
 
-    name = "fifo"
-
-    def __init__(self, url: str) -> None:
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
         self._redis: Any = writing(url)
         self.clock = redis_clock(self._redis)
         self._pushed = 0
@@ -62,11 +62,12 @@ class Fifo:
         """Every job is begun once."""
         return {json.loads(line)["id"]: 1 for line in self._redis.lrange(ENDED, 0, -1)}
 
-    def wait_ready(self, worker: subprocess.Popen[bytes]) -> None:
-        """Until the worker has loaded its model. Raises RuntimeError if it ends instead."""
-        while not self._redis.exists(READY):
-            if worker.poll() is not None:
-                raise RuntimeError(f"the worker ended with {worker.returncode}")
+    def wait_ready(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Until all have loaded their model. Raises RuntimeError if one ends instead."""
+        while int(self._redis.get(READY) or 0) < len(workers):
+            for worker in workers:
+                if worker.poll() is not None:
+                    raise RuntimeError(f"a worker ended with {worker.returncode}")
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -74,19 +75,21 @@ class Fifo:
 
 
 @contextmanager
-def fifo_diffusers(model: str) -> Iterator[Fifo]:
-    """A Redis and one worker that has loaded `model`."""
+def fifo_diffusers(model: str, name: str = "fifo") -> Iterator[Fifo]:
+    """A Redis and the WORKERS of `name`, which have loaded `model`."""
     with redis_server() as url:
         command = [sys.executable, "-m", "benchmarks.fifo_diffusers", url, model]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        worker = subprocess.Popen(command, env=env)
-        system = Fifo(url)
+        workers = [subprocess.Popen(command, env=env) for _ in range(WORKERS[name])]
+        system = Fifo(name, url)
         try:
-            system.wait_ready(worker)
+            system.wait_ready(workers)
             yield system
         finally:
-            worker.terminate()
-            worker.wait(30)
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.wait(30)
             system.close()
 
 
@@ -95,7 +98,7 @@ def main() -> None:
     server: Any = blocking(url)
     clock = redis_clock(server)
     pipe = load(model, threads=1)
-    server.set(READY, "1")
+    server.incr(READY)
     while True:
         _, packed = server.blpop([JOBS], 0)
         started_s = clock()

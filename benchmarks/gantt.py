@@ -1,7 +1,7 @@
 """The same jobs through a real pool under several policies, as pictures above each other.
 
 `python -m benchmarks.gantt [--load L] [--jobs N] [--policies A,B] [--seed S] [--window FROM:TO]
-[--png FILE] [--html FILE]`
+[--png FILE] [--html FILE] [--json]`
 
 The bundled model, one worker a stage; jobs, deadlines and load as in benchmarks/slo.py.
 """
@@ -9,8 +9,10 @@ The bundled model, one worker a stage; jobs, deadlines and load as in benchmarks
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.openloop import run_all, run_trace, running_pool
 from benchmarks.slo import measure, plan_of
@@ -61,6 +63,16 @@ def runs_of(policies: Sequence[str], load: float, jobs: int, seed: int) -> list[
     return runs
 
 
+def summary_of(run: Run) -> dict[str, Any]:
+    """How many of its jobs were in time, and the pieces they were run in."""
+    return {
+        "jobs": len(run.jobs),
+        "on_time": sum(job.on_time for job in run.jobs.values()),
+        "bars": len(run.bars),
+        "span_s": round(run.end_s - run.begin_s, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--load", type=float, default=0.9)
@@ -70,13 +82,21 @@ def main() -> None:
     parser.add_argument("--window", help="FROM:TO in seconds")
     parser.add_argument("--png", metavar="FILE")
     parser.add_argument("--html", metavar="FILE")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     files = Files(html=args.html, png=args.png, window=window_of(args.window))
     files.check()
     runs = runs_of(args.policies.split(","), args.load, args.jobs, args.seed)
     said = f"the bundled model, one worker a stage, load {args.load}"
-    for path in files.write(runs, f"{args.jobs} jobs under {args.policies}", said):
+    written = [
+        str(path) for path in files.write(runs, f"{args.jobs} jobs under {args.policies}", said)
+    ]
+    for path in written:
         print(path)
+    if args.json:
+        policies = {run.name: summary_of(run) for run in runs}
+        out = {"benchmark": "gantt", "load": args.load, "seed": args.seed, "policies": policies}
+        print(json.dumps({**out, "files": written}))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from typing import IO, Any
@@ -95,8 +95,11 @@ def run(repeats: int) -> dict[str, Any]:
     rng = random.Random(1)
     payloads = {size: rng.randbytes(round(size * (1 << 20))) for size in SIZES_MB}
     warm = memoryview(bytearray(max(map(len, payloads.values()))))
-    path = f"/dev/shm/slackwater/bench-{os.getpid()}"
-    with redis_server() as url, Arena.open(path, ARENA_BYTES) as arena:
+    with (
+        tempfile.TemporaryDirectory(prefix="slackwater-bench-", dir="/dev/shm") as folder,
+        redis_server() as url,
+        Arena.open(f"{folder}/arena", ARENA_BYTES) as arena,
+    ):
         bench = Bench(arena, url)
         try:
             for repeat in range(WARMUP + repeats):
@@ -154,7 +157,7 @@ def _receive(pipe: IO[bytes]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--reader", nargs=2, metavar=("ARENA", "URL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -162,9 +165,9 @@ def main() -> None:
         reader(*options.reader)
         return
     result = run(options.repeats)
-    if not options.json:
-        print(table(result))
-    print(json.dumps(result))
+    print(table(result))
+    if options.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Far more jobs in flight than the device holds: all succeed, in bounded memory.
 
-`python -m benchmarks.memory [--jobs N] [--seed S] [--json]`
+`python -m benchmarks.memory [--jobs N] [--repeats N] [--seed S] [--json]`
 
 A pool of blocks that holds three jobs and an arena that holds about half of all states, so that
 the rest overflows to Redis, against a pool that holds everybody in an arena that holds everything:
@@ -10,6 +10,10 @@ nearly every chunk finds its job evicted. Exact mode: each picture is compared w
 Peaks are the denoise process's resident memory as the kernel counts it (VmHWM), less what it had
 before its first job. The bound is that of one job alone in the same process, plus the pool, plus
 `ALLOWANCE_BYTES`. The throughput of both is in jobs a second, from the first push to the last end.
+
+Both run `--repeats` times, every second pair the other way round; of ratios and throughputs the
+median counts, of peaks the largest, of jobs that succeed and are identical the fewest, and the
+counts of evictions and the like are those of the first pair.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +106,36 @@ def run(jobs: list[dict[str, Any]], cache_bytes: int, arena_bytes: int) -> Ran:
     return Ran(results, files, counts, peak - before, alone - before, len(jobs) / took_s)
 
 
+def run_pairs(
+    limited: Callable[[], Ran], unlimited: Callable[[], Ran], repeats: int
+) -> list[tuple[Ran, Ran]]:
+    """Both in turn, every second time the other way round."""
+    pairs = []
+    for turn in range(repeats):
+        if turn % 2:
+            large, small = unlimited(), limited()
+        else:
+            small, large = limited(), unlimited()
+        pairs.append((small, large))
+        print(
+            f"pair {turn}: {small.jobs_per_s:.2f} jobs/s, unlimited {large.jobs_per_s:.2f}: "
+            f"{small.jobs_per_s / large.jobs_per_s:.3f}",
+            flush=True,
+        )
+    return pairs
+
+
+def throughput(pairs: list[tuple[Ran, Ran]]) -> dict[str, Any]:
+    ratios = [small.jobs_per_s / large.jobs_per_s for small, large in pairs]
+    return {
+        "jobs_per_s": round(statistics.median(small.jobs_per_s for small, _ in pairs), 3),
+        "unlimited_jobs_per_s": round(statistics.median(large.jobs_per_s for _, large in pairs), 3),
+        "throughput_ratio": round(statistics.median(ratios), 3),
+        "throughput_ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "throughput_ratios": [round(ratio, 3) for ratio in ratios],
+    }
+
+
 def resident_bytes(pid: int, field: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -109,6 +146,7 @@ def resident_bytes(pid: int, field: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=4, help="pairs of runs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -122,18 +160,28 @@ def main() -> None:
     # (embeddings) each take whole blocks.
     latents = -(-PICTURES * 16 * (SIZE // 8) ** 2 * 4 // BLOCK_BYTES)
     pool_bytes = IN_THE_POOL * (latents + 1) * BLOCK_BYTES
-    small = run(jobs, pool_bytes, arena_bytes=4 * MIB)
-    large = run(jobs, 512 * MIB, arena_bytes=256 * MIB)
+    pairs = run_pairs(
+        partial(run, jobs, pool_bytes, 4 * MIB),
+        partial(run, jobs, 512 * MIB, 256 * MIB),
+        options.repeats,
+    )
+    small, large = pairs[0]
 
     loop = DiffusersLoop(str(BUNDLED_MODEL), threads=1)
     _, oracle = loop.run(jobs)
     loop.close()
-    identical = sum(
-        result.status == "succeeded" and sums_of(files) == line["sha256"]
-        for result, files, line in zip(small.results, small.files, oracle, strict=True)
+    identical = min(
+        sum(
+            result.status == "succeeded" and sums_of(files) == line["sha256"]
+            for result, files, line in zip(ran.results, ran.files, oracle, strict=True)
+        )
+        for ran, _ in pairs
     )
-    succeeded = sum(result.status == "succeeded" for result in small.results)
-    bound = small.alone_bytes + pool_bytes + ALLOWANCE_BYTES
+    succeeded = min(sum(r.status == "succeeded" for r in ran.results) for ran, _ in pairs)
+    peak = max(ran.peak_bytes for ran, _ in pairs)
+    unlimited_peak = max(ran.peak_bytes for _, ran in pairs)
+    alone = min(ran.alone_bytes for ran, _ in pairs)
+    bound = alone + pool_bytes + ALLOWANCE_BYTES
     out = {
         "benchmark": "memory",
         "jobs": len(jobs),
@@ -145,22 +193,23 @@ def main() -> None:
         "resumed_from_device": small.counts["resumed_device"],
         "read_back": small.counts["resumed_read"],
         "spilled_to_redis": small.counts["spilled"],
-        "peak_bytes": small.peak_bytes,
-        "peak_of_one_job_bytes": small.alone_bytes,
+        "peak_bytes": peak,
+        "peak_of_one_job_bytes": alone,
         "allowance_bytes": ALLOWANCE_BYTES,
         "bound_bytes": bound,
-        "within_bound": small.peak_bytes <= bound,
-        "unlimited_peak_bytes": large.peak_bytes,
+        "within_bound": peak <= bound,
+        "unlimited_peak_bytes": unlimited_peak,
         "unlimited_evictions": large.counts["evictions"],
-        "jobs_per_s": round(small.jobs_per_s, 3),
-        "unlimited_jobs_per_s": round(large.jobs_per_s, 3),
-        "throughput_ratio": round(small.jobs_per_s / large.jobs_per_s, 3),
+        "repeats": len(pairs),
+        **throughput(pairs),
     }
+    least, most = out["throughput_ratio_range"]
     print(
         f"{succeeded} of {len(jobs)} succeeded, {identical} bit-identical; {out['evictions']} "
         f"evictions, {out['spilled_to_redis']} states spilled to Redis; peak "
-        f"{small.peak_bytes / MIB:.1f} MiB of at most {bound / MIB:.1f} (unlimited: "
-        f"{large.peak_bytes / MIB:.1f}); {out['throughput_ratio']} of the unlimited throughput"
+        f"{peak / MIB:.1f} MiB of at most {bound / MIB:.1f} (unlimited: "
+        f"{unlimited_peak / MIB:.1f}); {out['throughput_ratio']} of the unlimited throughput "
+        f"({least} to {most} in {len(pairs)} pairs)"
     )
     if options.json:
         print(json.dumps(out))

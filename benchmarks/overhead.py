@@ -1,10 +1,13 @@
-"""What the whole system costs: the same 256 px jobs through a plain diffusers loop and through us.
+"""What the whole system costs: the same 256 px jobs through plain diffusers loops and through us.
 
 `python -m benchmarks.overhead [--jobs N] [--pairs N] [--json]`
 
-Both get the same two cores, each at its best: the loop the better of one and two threads, the
-system one thread a process. Runs alternate and the median ratio of the pairs counts, since the
-machine is shared. Jobs run in exact mode: the system makes the very same pixels, which is checked.
+All have the same two cores. The plain ways are one loop of one thread, one loop of two threads,
+and two loops of one thread side by side, each with half of the jobs: the most that diffusers makes
+of two cores without a scheduler. The system has one thread a process, two denoisers and two
+decoders. The ways take turns, the system first or last by turns; of each round the ratio to each
+plain way is taken, and to the best of them; the median over the rounds counts, since the machine
+is shared. Jobs run in exact mode: the system makes the very same pixels, which is checked.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from common.settings import BUNDLED_MODEL, Settings, single_threaded
 
 single_threaded()
+
+ONE_LOOP, SYSTEM = "one_loop", "system"
 
 
 def jobs_of(count: int, seed: int) -> list[dict[str, Any]]:
@@ -57,10 +63,37 @@ def through_system(client: Any, jobs: list[dict[str, Any]]) -> tuple[float, list
     return seconds, sums
 
 
+def plain_ways(loops: list[Any]) -> dict[str, Callable[[list[dict[str, Any]]], Any]]:
+    """By name: what runs jobs and gives seconds and lines. `loops` are two of one thread and one
+    of two."""
+    from benchmarks.diffusers_loop import run_side_by_side
+
+    return {
+        ONE_LOOP: loops[0].run,
+        "two_threads": loops[2].run,
+        "two_loops": lambda jobs: run_side_by_side(loops[:2], jobs),
+    }
+
+
+def ratios(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over `rounds` (seconds by way) of a plain way's seconds over the system's: of each
+    way, and of the best one of each round."""
+    plain = [name for name in rounds[0] if name != SYSTEM]
+    best = [min(times[name] for name in plain) / times[SYSTEM] for times in rounds]
+    return {
+        "throughput_ratio": round(statistics.median(best), 3),
+        "throughput_ratio_range": [round(min(best), 3), round(max(best), 3)],
+        "ratios": {
+            name: round(statistics.median(times[name] / times[SYSTEM] for times in rounds), 3)
+            for name in plain
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="rounds")
     parser.add_argument("--denoisers", type=int, default=2)
     parser.add_argument("--decoders", type=int, default=2)
     parser.add_argument("--json", action="store_true")
@@ -69,8 +102,9 @@ def main() -> None:
     from benchmarks.diffusers_loop import DiffusersLoop
     from services.pool.local import LocalPool
 
-    loops = {threads: DiffusersLoop(str(BUNDLED_MODEL), threads) for threads in (1, 2)}
-    pairs: list[dict[str, Any]] = []
+    loops = [DiffusersLoop(str(BUNDLED_MODEL), threads) for threads in (1, 1, 2)]
+    plain = plain_ways(loops)
+    rounds: list[dict[str, float]] = []
     identical = True
     with LocalPool(
         denoisers=options.denoisers, decoders=options.decoders, settings=Settings()
@@ -78,36 +112,36 @@ def main() -> None:
         client = pool.client()
         warm = jobs_of(2, seed=0)
         through_system(client, warm)
-        for loop in loops.values():
-            loop.run(warm)
-        for pair in range(options.pairs):
-            jobs = jobs_of(options.jobs, seed=pair + 1)
-            times = {threads: loop.run(jobs) for threads, loop in loops.items()}
-            ours, sums = through_system(client, jobs)
+        for way in plain.values():
+            way(warm)
+        for turn in range(options.pairs):
+            jobs = jobs_of(options.jobs, seed=turn + 1)
+            names = [*plain, SYSTEM] if turn % 2 else [SYSTEM, *plain]
+            found: dict[str, Any] = {
+                name: through_system(client, jobs) if name == SYSTEM else plain[name](jobs)
+                for name in names
+            }
             # Exactness is promised at the same thread count: ours is one.
-            identical &= sums == [line["sha256"] for line in times[1][1]]
-            best = min(times, key=lambda threads: times[threads][0])
-            pairs.append(
-                {
-                    "loop_s": {t: round(s, 2) for t, (s, _) in times.items()},
-                    "system_s": round(ours, 2),
-                    "ratio": times[best][0] / ours,
-                }
-            )
+            identical &= found[SYSTEM][1] == [line["sha256"] for line in found[ONE_LOOP][1]]
+            rounds.append({name: found[name][0] for name in (*plain, SYSTEM)})
             print(
-                f"pair {pair}: loop {times[1][0]:.2f} s (1 thread), {times[2][0]:.2f} s (2), "
-                f"system {ours:.2f} s: {times[best][0] / ours:.2f}",
+                f"round {turn}: "
+                + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rounds[-1].items()),
                 flush=True,
             )
         client.close()
-    for loop in loops.values():
+    for loop in loops:
         loop.close()
     out = {
-        "benchmark": "overhead", "jobs": options.jobs, "pairs": pairs,
-        "bit_identical": identical,
-        "throughput_ratio": round(statistics.median(p["ratio"] for p in pairs), 3),
+        "benchmark": "overhead", "jobs": options.jobs,
+        "pairs": [{name: round(s, 2) for name, s in times.items()} for times in rounds],
+        "bit_identical": identical, **ratios(rounds),
     }  # fmt: skip
-    print(f"throughput ratio {out['throughput_ratio']}, pixels identical: {identical}")
+    print(
+        f"the system's throughput is {out['throughput_ratio']} x the best plain way's; "
+        + ", ".join(f"{ratio} x {name}" for name, ratio in out["ratios"].items())
+        + f"; pixels identical: {identical}"
+    )
     if options.json:
         print(json.dumps(out))
 

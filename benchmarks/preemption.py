@@ -7,6 +7,12 @@ each becomes ready when its encode task is reported, somewhere within a running 
 stamps of the denoise worker's own process on the monotonic clock: from the end of that step to the
 beginning of the urgent job's first forward pass. In between lie the yield, the checkpoint of the
 background job, its report, the urgent job's start and its preparation (timesteps, noise).
+
+A job of which there is nothing to measure is left out, and counted by its reason (`left_out`): it
+was never seen ready, it found the rank free (it began before any step of the background job had
+ended), no step ended after it was ready, or it never began. One that became ready in the last
+moments of a step, too late to make that step the last, waits for one more: it is in the figures,
+and counted (`missed_step`).
 """
 
 from __future__ import annotations
@@ -119,12 +125,15 @@ def main() -> None:
             pool.client() as client,
         ):
             ready = measure(client, options.n, rng)
-        out = evaluate(stamps.read_text().splitlines(), ready)
+        out = evaluate(stamps.read_text().splitlines(), ready, options.n)
     out = {"benchmark": "preemption", "device": "timed" if options.noop else "model", **out}
     print(
         f"{out['n']} urgent jobs, step {out['step_ms_median']:.0f} ms: overhead "
         f"p50 {out['overhead_ms_p50']:.1f}, p95 {out['overhead_ms_p95']:.1f}, max "
-        f"{out['overhead_ms_max']:.1f} ms; {out['missed_step']} missed the end of their step"
+        f"{out['overhead_ms_max']:.1f} ms; {out['missed_step']} "
+        f"({100 * out['missed_share']:.1f} %) missed the end of their step; left out of "
+        f"{out['pushed']}: "
+        + (", ".join(f"{n} {why}" for why, n in out["left_out"].items() if n) or "none")
     )
     if options.json:
         print(json.dumps(out))
@@ -160,29 +169,45 @@ def wait_for_steps(job: Any) -> None:
             return
 
 
-def evaluate(lines: list[str], ready: dict[str, float]) -> dict[str, Any]:
+def evaluate(lines: list[str], ready: dict[str, float], pushed: int) -> dict[str, Any]:
+    """`ready` has those of `pushed` urgent jobs that were seen ready. Raises ValueError if there
+    is nothing to measure of any of them."""
     events = [(kind, job, float(at)) for kind, job, at in (line.split() for line in lines)]
     begun = {job: at for kind, job, at in reversed(events) if kind == "first_forward"}
     ends = [at for kind, job, at in events if kind == "step_end" and not job.startswith("urgent")]
     steps = [b - a for a, b in pairwise(ends) if b - a < 1.0]
     step_s = statistics.median(steps)
     overheads, missed = [], 0
+    left_out = {"never_ready": pushed - len(ready), "rank_free": 0, "no_step_after": 0,
+                "never_began": 0}  # fmt: skip
     for job, at in ready.items():
         # `at` is in whole milliseconds, so a step end within that millisecond is not counted.
         after = next((end for end in ends if end >= at - 0.001), None)
-        if after is None or job not in begun:
+        if job not in begun:
+            left_out["never_began"] += 1
+            continue
+        if after is None:
+            left_out["no_step_after"] += 1
             continue
         overhead = begun[job] - after
+        if overhead < 0:
+            left_out["rank_free"] += 1
+            continue
         missed += overhead > 0.8 * step_s
         overheads.append(1e3 * overhead)
+    if not overheads:
+        raise ValueError(f"none of {pushed} jobs could be measured: {left_out}")
     overheads.sort()
     return {
+        "pushed": pushed,
         "n": len(overheads),
+        "left_out": left_out,
         "step_ms_median": round(1e3 * step_s, 1),
         "overhead_ms_p50": round(overheads[len(overheads) // 2], 2),
         "overhead_ms_p95": round(overheads[int(len(overheads) * 0.95)], 2),
         "overhead_ms_max": round(overheads[-1], 2),
         "missed_step": missed,
+        "missed_share": round(missed / len(overheads), 4),
     }
 
 

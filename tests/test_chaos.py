@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +125,9 @@ def test_the_ledger_notices_a_wrong_a_changed_and_a_missing_result(
     link: Link, redis_client: Any, keys: Keys
 ) -> None:
     variants = [{"prompt": "x", "seed": 1, "num_inference_steps": 2}]
-    members: Any = SimpleNamespace(keys=keys, direct=redis_client, client_link=link)
+    members: Any = SimpleNamespace(
+        keys=keys, direct=redis_client, checker=redis_client, client_link=link
+    )
     ledger = Ledger(members, variants)
     for job in ("right", "wrong", "changed", "twice", "missing"):
         ledger.lines[job] = Line(Job(0.0, job, 0, variants[0]), 0.0)
@@ -138,6 +141,21 @@ def test_the_ledger_notices_a_wrong_a_changed_and_a_missing_result(
     assert found["lost"] == ["missing"]
     assert found["mismatched"] == ["wrong"]
     assert found["duplicated"] == ["changed", "twice"]
+
+
+def test_the_books_can_be_closed_while_a_customer_waits_for_a_lost_job(
+    link: Link, redis_client: Any, keys: Keys
+) -> None:
+    members: Any = SimpleNamespace(keys=keys, direct=redis_client, client_link=link)
+    ledger = Ledger(members, [])
+    ledger.serve(Job(0.0, "lost", 0, {"prompt": "x"}))
+    redis_client.xread({keys.jobs: "0"}, block=10_000)  # it has been pushed
+    closing = threading.Thread(target=ledger.close, daemon=True)
+    closing.start()
+    closing.join(30.0)
+    assert not closing.is_alive()
+    assert ledger.lines["lost"].answer is None
+    redis_client.delete(keys.jobs)
 
 
 def finish(client: Any, keys: Keys, job: str, chain: str) -> None:

@@ -107,11 +107,11 @@ def test_the_first_reply_of_every_script_is_lost_and_each_chunk_runs_once(
     """To each member, for each script that it runs: the script did run, and its connection ends."""
     pool.start_redis()
     pool.await_redis()
-    Scripts(pool.direct).load()  # else the first reply would be that there is no such script
+    Scripts(pool.checker).load()  # else the first reply would be that there is no such script
     for member in pool.all:
         member.link.loses_first = True
         pool.start(member)
-    until(lambda: pool.direct.scard(pool.keys.workers) == len(STAGES), "all workers")
+    until(lambda: pool.checker.scard(pool.keys.workers) == len(STAGES), "all workers")
     pool.client_link.replies_to_lose = 1  # of the push
     push(client, "a")
     canceled = client.submit("b", num_inference_steps=1000)
@@ -208,12 +208,12 @@ def test_an_emptied_redis_ends_the_jobs_it_held_and_serves_the_next(
     until(lambda: any(run.steps for run in runs_of(pool, "lost")), "a step")
     waiting = client.job("lost").events()
     next(waiting)
-    pool.direct.flushall()
+    pool.checker.flushall()
     with pytest.raises(JobLost, match="push it again"):
         handle.wait(timeout=30)
     with pytest.raises(JobLost):
         list(waiting)
-    until(lambda: pool.direct.scard(pool.keys.workers) == len(STAGES), "all workers")
+    until(lambda: pool.checker.scard(pool.keys.workers) == len(STAGES), "all workers")
     push(client, "next")
     check_once(pool, client, "next")
     until(lambda: not any(pool.is_busy(m) for m in pool.of(*STAGES)), "idle workers")

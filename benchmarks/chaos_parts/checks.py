@@ -172,20 +172,20 @@ def _rounded(of: Any, values: list[float]) -> float | None:
 
 def undrained(members: Members) -> list[str]:
     """Streams with entries and jobs still active, once all results are there."""
-    keys, direct = members.keys, members.direct
+    keys, db = members.keys, members.checker
     streams = [keys.jobs, keys.cancel, keys.reports]
-    streams += [name.decode() for name in direct.scan_iter(keys.tasks("*"), count=10_000)]
-    left = [f"{name}: {direct.xlen(name)}" for name in streams if direct.xlen(name)]
-    if direct.scard(keys.active):
-        left.append(f"{keys.active}: {direct.scard(keys.active)}")
+    streams += [name.decode() for name in db.scan_iter(keys.tasks("*"), count=10_000)]
+    left = [f"{name}: {db.xlen(name)}" for name in streams if db.xlen(name)]
+    if db.scard(keys.active):
+        left.append(f"{keys.active}: {db.scard(keys.active)}")
     return left
 
 
 def immortal(members: Members) -> list[str]:
     """Keys without a TTL that are not on the list of permanent ones."""
-    names = {name.decode() for name in members.direct.scan_iter(count=10_000)}
+    names = {name.decode() for name in members.checker.scan_iter(count=10_000)}
     names -= members.keys.permanent()
-    return sorted(name for name in names if members.direct.ttl(name) == -1)
+    return sorted(name for name in names if members.checker.ttl(name) == -1)
 
 
 def arena_claims(members: Members) -> int:

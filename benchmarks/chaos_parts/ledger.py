@@ -21,10 +21,12 @@ from benchmarks.chaos_parts.plan import Job
 from common.client import Client
 from common.errors import JobRefused, RedisAway, UnknownJob, WaitTimeout
 from common.job import Result
+from common.keys import Keys
 
 LOOK_S = 0.05
 CUSTOMERS = 48
 ANSWER_S = 800.0  # longer than any run: what is looked for is who is never told
+SLICE_S = 1.0  # of a wait, after which it is seen that the books are closed
 ENDS = (b"succeeded", b"failed", b"canceled", b"expired")
 
 
@@ -71,6 +73,7 @@ class Ledger:
         self._watcher.start()
 
     def close(self) -> None:
+        """Customers of lost jobs leave, too."""
         self._over.set()
         self._customers.shutdown(wait=True, cancel_futures=True)
         if self._watcher.is_alive():
@@ -101,10 +104,23 @@ class Ledger:
                     time.sleep(job.cancel_after_s)
                     line.cancel_asked = True
                     handle.cancel()
-                line.answer = handle.wait(until - time.monotonic())
+                line.answer = self._answer(handle, until)
             except (RedisAway, JobRefused, UnknownJob, WaitTimeout, redis.RedisError) as error:
                 line.trouble.append(f"{type(error).__name__}: {error}")
                 time.sleep(0.2)
+
+    def _answer(self, handle: Any, until: float) -> Result | None:
+        """The job's end; None once the books are closed. Raises WaitTimeout, and what a client's
+        wait raises."""
+        while not self._over.is_set():
+            left = until - time.monotonic()
+            try:
+                found: Result = handle.wait(min(left, SLICE_S))
+                return found
+            except WaitTimeout:
+                if left <= SLICE_S:
+                    raise
+        return None
 
     # -- the watcher ---------------------------------------------------------------------
 
@@ -125,11 +141,11 @@ class Ledger:
                 now = time.monotonic()
                 for line, packed in zip(waiting, found, strict=True):
                     if packed is not None:
-                        line.seen = self._read(packed, now)
+                        line.seen = self._read(direct, packed, now)
 
-    def _read(self, packed: bytes, now: float) -> Seen:
+    def _read(self, db: Any, packed: bytes, now: float) -> Seen:
         result = Result.from_wire(packed)
-        files = [self.members.direct.get(output.key) for output in result.outputs]
+        files = [db.get(output.key) for output in result.outputs]
         return Seen(now, packed, result, files)
 
     def last_seq(self) -> int:
@@ -162,15 +178,16 @@ class Ledger:
     def look_again(self) -> list[str]:
         """Jobs that ended more than once: a result or a file that is not as it first was or as
         its client was told, a second final event, or a file too many."""
-        keys, direct = self.members.keys, self.members.direct
+        keys: Keys = self.members.keys
+        db: Any = self.members.checker
         files: Counter[str] = Counter()
-        for name in direct.scan_iter(keys.output("*", 0)[:-1] + "*", count=10_000):
+        for name in db.scan_iter(keys.output("*", 0)[:-1] + "*", count=10_000):
             files[name.decode().rpartition(":")[0]] += 1
         changed = []
         for job, line in self.lines.items():
             if line.seen is None:
                 continue
-            events = [fields for _, fields in direct.xrange(keys.events(job))]
+            events = [fields for _, fields in db.xrange(keys.events(job))]
             line.worker_lost_s = worker_lost_s(events)
             once = sum(event[b"type"] in ENDS for event in events) == 1
             here = files[keys.output(job, 0).rpartition(":")[0]]
@@ -179,10 +196,11 @@ class Ledger:
         return changed
 
     def _is_as_seen(self, line: Line, seen: Seen) -> bool:
-        again = self.members.direct.get(self.members.keys.result(line.job.id))
+        db = self.members.checker
+        again = db.get(self.members.keys.result(line.job.id))
         if again != seen.packed or line.answer not in (None, seen.result):
             return False
-        return self._read(again, seen.at_s).files == seen.files
+        return self._read(db, again, seen.at_s).files == seen.files
 
 
 def worker_lost_s(events: list[dict[bytes, bytes]]) -> list[float]:
