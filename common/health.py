@@ -8,6 +8,7 @@ service it looks at: SLACKWATER_ variables, or flags after the role.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import sys
@@ -45,31 +46,63 @@ class Sick(Exception):
 
 
 def announce(stage: str, worker: str) -> None:
-    """Leave a worker's name where a check in the same container finds it.
+    """Leave a worker's name where a check in the same container finds it, and clear away what dead
+    workers left there.
 
     Its own process number does not tell a worker from a replica's: in containers all are alike.
     """
     path = _presence(stage, os.getpid())
     fresh = path.with_suffix(".new")
     try:
-        fresh.write_text(worker)
+        fresh.write_text(f"{worker}\n{_started(os.getpid())}")
         fresh.replace(path)
     except OSError as error:  # only the health check needs it
         print(f"health: cannot write {path}: {error}", file=sys.stderr)
+    for left in _presences("*"):
+        with contextlib.suppress(OSError):
+            if not _named(left) and left.stat().st_uid == os.getuid():
+                left.unlink()
+
+
+def withdraw(stage: str) -> None:
+    """Take the name away again: this worker ends."""
+    with contextlib.suppress(OSError):
+        _presence(stage, os.getpid()).unlink()
 
 
 def _presence(stage: str, pid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"slackwater-{stage}-{pid}.worker"
 
 
+def _presences(stage: str) -> list[Path]:
+    return sorted(_presence(stage, 0).parent.glob(f"slackwater-{stage}-*.worker"))
+
+
 def _announced(stage: str) -> list[str]:
     """Names of the workers of this stage whose processes live here."""
-    names = []
-    for path in sorted(_presence(stage, 0).parent.glob(f"slackwater-{stage}-*.worker")):
-        pid = path.stem.rpartition("-")[2]
-        if pid.isdigit() and _lives(int(pid)):
-            names.append(path.read_text())
-    return names
+    return [name for path in _presences(stage) if (name := _named(path))]
+
+
+def _named(path: Path) -> str:
+    """The name in a worker's file; "" unless the very process that wrote it still lives.
+
+    Process numbers come again, in a container that was restarted more often than not.
+    """
+    pid = path.stem.rpartition("-")[2]
+    try:
+        name, _, started = path.read_text().partition("\n")
+    except OSError:
+        return ""
+    return name if pid.isdigit() and started and started == _started(int(pid)) else ""
+
+
+def _started(pid: int) -> str:
+    """When the process began, in ticks since the machine's start; "" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(") ")[2].split()[19]
 
 
 def _lives(pid: int) -> bool:

@@ -81,6 +81,7 @@ def serve(kind: str, settings: Settings) -> None:
     try:
         worker.run()
     finally:
+        health.withdraw(kind)
         observed.close()
         arena.close()
         if gpu is not None:

@@ -8,6 +8,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import shutil
 import signal
 import tempfile
@@ -24,7 +27,17 @@ from common.keys import Keys
 from tests.servers import leaks, serving
 
 ARENA_BYTES = 8 << 20
-EXIT_S = 5.0
+EXIT_S = 20.0
+
+# What processes of the tests leave in the folder for temporary files goes with it at the end; what
+# `tmp_path` made stays where it always is, for a look at a test that failed.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+TEMPORARY = tempfile.mkdtemp(prefix="sw-tests-")
+tempfile.tempdir = os.environ["TMPDIR"] = TEMPORARY
+# After multiprocessing's own folder in it, which goes at -100.
+multiprocessing.util.Finalize(
+    None, shutil.rmtree, (TEMPORARY,), {"ignore_errors": True}, exitpriority=-101
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,10 +76,11 @@ def redis_client(redis_server: str, keys: Keys, request: pytest.FixtureRequest) 
     client.config_set("maxmemory", 0)
     client.flushall()
     yield client
-    if _passed(request):
-        left = leaks(client, keys.permanent() | Keys().permanent())
-        assert not left, "left in Redis: " + "; ".join(left)
+    client.config_set("maxmemory", 0)  # a test that failed may have left it full
+    left = leaks(client, keys.permanent() | Keys().permanent()) if _passed(request) else []
+    client.flushall()
     client.close()
+    assert not left, "left in Redis: " + "; ".join(left)
 
 
 @pytest.fixture
@@ -104,7 +118,15 @@ def _no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def children() -> dict[int, str]:
-    """Running children and theirs, pid to command line, without Python's own bookkeepers."""
+    """Running children and theirs, pid to command line.
+
+    Without Python's own two bookkeepers, which stay; what the fork server started is a child like
+    any other.
+    """
+    stay = {
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
     parent_of: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):  # none where there is no /proc
         try:
@@ -119,11 +141,11 @@ def children() -> dict[int, str]:
         above = pid
         while above in parent_of and above != os.getpid():
             above = parent_of[above]
-        if above == os.getpid() != pid:
+        if above == os.getpid() != pid and pid not in stay:
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if line and "multiprocessing" not in line:
+            if line:
                 found[pid] = line
     return found

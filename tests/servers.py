@@ -19,6 +19,7 @@ from typing import Any
 
 import redis
 
+import common.metrics.http
 from common.connect import writing
 
 FLOOR = (6, 2)
@@ -72,8 +73,8 @@ def has_tls(path: str) -> bool:
 
 
 # Below the ports that the kernel gives to connections, which come and go by the hundred.
-PORTS = range(11_000, 31_000)
-APART = 20  # a pool's services take so many from `metrics_port` on
+PORTS = range(10_000, 32_768)
+APART = common.metrics.http.PORTS  # a pool's services take so many from `metrics_port` on
 
 
 def _ports() -> Iterator[int]:

@@ -70,19 +70,6 @@ def test_a_stale_free_never_touches_a_newer_block(arena: Arena) -> None:
     assert arena.is_live(new)
 
 
-def test_shared_bytes_live_until_the_last_claim_is_freed(arena: Arena) -> None:
-    first = arena.alloc(3 * BLOCK, "job-1")
-    assert first is not None
-    second = arena.retain(first, "job-2")
-    assert second is not None
-    assert arena.free(first)
-    assert not arena.free(first), "a repeat must not take the other job's claim"
-    assert arena.stats().used_bytes == 3 * BLOCK
-    assert arena.retain(first, "job-3") is None
-    assert arena.free(second)
-    assert arena.stats().used_bytes == 0
-
-
 def test_a_full_arena_says_none_and_recovers(arena: Arena) -> None:
     held = []
     while (extent := arena.alloc(5 * BLOCK, "greedy")) is not None:
@@ -217,23 +204,13 @@ class ArenaMachine(RuleBasedStateMachine):
         room = self.arena.stats().largest_free_bytes
         extent = self.arena.alloc(nbytes, "model")
         if extent is None:
-            assert room < max(nbytes, 1) or self.arena.stats().claims == self.arena.blocks * 2
+            assert room < max(nbytes, 1)
             return None
         self.stamp += 1
         content = (self.stamp.to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
         self.arena.view(extent)[:] = content
         self.live[extent] = content
         return extent
-
-    @rule(target=claims, extent=claims)
-    def retain(self, extent: Extent | None) -> Extent | None:
-        if extent is None:
-            return None
-        claim = self.arena.retain(extent, "second")
-        assert claim is None or extent in self.live
-        if claim is not None:
-            self.live[claim] = self.live[extent]
-        return claim
 
     @rule(extent=consumes(claims))
     def free(self, extent: Extent | None) -> None:
@@ -288,7 +265,7 @@ def die_at(line: int, work: Any) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("action", ["alloc", "free", "retain", "free_shared", "rebuild"])
+@pytest.mark.parametrize("action", ["alloc", "free", "rebuild"])
 def test_kill_9_at_every_single_line_of_an_operation_is_harmless(arena: Arena, action: str) -> None:
     """After each death: tables sound, bystanders intact, all space returns by sweeping."""
     bystander = arena.alloc(2 * BLOCK, "bystander")
@@ -299,15 +276,11 @@ def test_kill_9_at_every_single_line_of_an_operation_is_harmless(arena: Arena, a
     for line in range(1, 1000, 7 if action == "rebuild" else 1):
         victim = arena.alloc(3 * BLOCK, "victim")
         assert victim is not None
-        if action == "free_shared":
-            assert arena.retain(victim, "victim")
         if action == "rebuild":
             arena._head[Word.DIRTY] = 1
         work = {
             "alloc": lambda: arena.alloc(5 * BLOCK, "victim"),
             "free": lambda v=victim: arena.free(v),
-            "retain": lambda v=victim: arena.retain(v, "victim"),
-            "free_shared": lambda v=victim: arena.free(v),
             "rebuild": lambda: arena.alloc(BLOCK, "victim"),
         }[action]
         died = die_at(line, work)

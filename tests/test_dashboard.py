@@ -21,6 +21,7 @@ from services.pool.local import LocalPool
 from services.timeline.runs import Bar, Row
 from tests.browser import Watched, chromium
 from tests.gateway_server import NOOP, Http, end_of, error_of, events, gateway, push, until_step
+from tests.processes import until
 
 KEY = "a-key-of-the-dashboard-tests"
 HOSTILE = '<img src=x onerror="window.pwned=1;alert(1)"><script>alert(2)</script>\' " & ${1}'
@@ -345,8 +346,14 @@ def test_a_hostile_prompt_is_text_wherever_it_is_shown(browser: Any, pool: Local
         row.wait_for()
         assert row.locator("td").nth(1).inner_text() == HOSTILE
         page.locator(f'#pictures figure[data-job="{long}"] .growing img').wait_for()
-        page.locator("#gantt").hover(position=page.evaluate(NEWEST_BAR))
-        page.locator("#tip b", has_text="<img src=x").wait_for()
+        tip = page.locator("#tip b", has_text="<img src=x")
+
+        def told() -> bool:
+            """The bar is where the mouse is a moment after it was asked for, or is not yet."""
+            page.locator("#gantt").hover(position=page.evaluate(NEWEST_BAR))
+            return bool(tip.is_visible())
+
+        until(told, "the tooltip")
         done = push(http, HOSTILE, width=64, height=64, num_inference_steps=2)
         caption = page.locator(f'#pictures figure[data-job="{done}"] .prompt')
         caption.wait_for()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.arena import Arena
-from common.fitness import FAILURES, Fitness, breaks_process
+from common.fitness import FAILURES, FAILURES_OF_VALUES, Fitness, breaks_process
 from common.job import Result
 from common.keys import Keys
 from common.messages import pack, unpack_report
@@ -268,6 +268,17 @@ def test_a_worker_is_unfit_after_failures_of_different_jobs_in_a_row() -> None:
     assert "boom" in fitness.unfit
 
 
+def test_jobs_that_are_alike_take_no_worker_along() -> None:
+    """What Python raises of odd values says little of the worker, however many bring them; one
+    that does nothing else is given up in the end."""
+    fitness = Fitness()
+    for i in range(FAILURES_OF_VALUES - 1):
+        fitness.note([(f"j{i}", "stage_error", "TypeError: can't multiply sequence by float")])
+    assert fitness.unfit == ""
+    fitness.note([("last", "stage_error", "IndexError: list index out of range")])
+    assert "last" in fitness.unfit
+
+
 def test_errors_of_the_device_end_the_process_at_once() -> None:
     """As torch words them; running out of memory is not one of them."""
     for error in ("CUDA error: device-side assert triggered", "HIP error: invalid device function"):
@@ -308,7 +319,7 @@ class Bench:
         self.table = Table(redis, keys)
         self.worker = Worker(
             lambda: blocking(url), lambda: writing(url), keys, Ttls(), stage,
-            Identity("w", ENCODE, "noop", "here"), lease_s=1.0,
+            Identity("w", ENCODE, "noop", "here"), lease_s=10.0,
         )  # fmt: skip
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
@@ -425,13 +436,13 @@ def test_a_task_that_is_no_message_at_all_fails_too(
 def test_a_worker_that_keeps_failing_ends_as_a_process(
     redis_server: str, redis_client: Any, keys: Keys, arena_path: str
 ) -> None:
-    """With a code that has it started again: three jobs in a row whose states cannot be there."""
+    """With a code that has it started again: jobs in a row whose states cannot be there."""
     with processes(redis_server, redis_client, keys, arena_path) as pool:
         worker = pool.worker("denoise")
         pool.wait_for_workers(1)
         table = Table(redis_client, keys)
         name = next(iter(redis_client.smembers(keys.workers))).decode()
-        for i in range(FAILURES):
+        for i in range(FAILURES_OF_VALUES):
             spec = a_spec(f"{i + 1}-0", id=f"j{i}")
             table.run(table.t.submit(spec, 1, 1.0, {}))
             redis_client.hset(keys.trajectory(spec.id), "stage", "denoise")

@@ -40,6 +40,7 @@ WITH_MODEL = ("README.md", "quickstart.md", "http.md")
 # Their programs want a server of the reader's own: their parts have tests with one.
 ELSEWHERE = ("celery.md", "webhooks.md")
 RUN_S = 400
+pytestmark = pytest.mark.timeout(900)
 JOB = "an-example"
 
 
@@ -96,9 +97,12 @@ def _up(folder: Path, *flags: str) -> Iterator[Place]:
     redis_cli = shutil.which("redis-cli") or str(Path(find_server()).parent / "redis-cli")
     # On the pool's port, as if it were the usual one; curl fails where the server says no.
     curl = shutil.which("curl")
+    no_curl = "echo 'curl is not installed, and the pages use it' >&2; exit 1"
     for name, script in {
         "redis-cli": f'exec {redis_cli} -p {redis} "$@"',
-        "curl": f'case "$*" in *-sSf*) ;; *) set -- --fail-with-body "$@";; esac; exec {curl} "$@"',
+        "curl": f'case "$*" in *-sSf*) ;; *) set -- --fail-with-body "$@";; esac; exec {curl} "$@"'
+        if curl
+        else no_curl,
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{script}\n")
         (programs / name).chmod(0o755)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ def succeeded_by(local: LocalPool, code: str) -> None:
 
     def changed(role: str, index: int) -> Child:
         child = make(role, index)
-        child.command = ["python3", "-c", code]
+        child.command = [sys.executable, "-c", code]
         return child
 
     supervisor.make = changed
@@ -288,11 +289,11 @@ def test_a_restart_ends_where_a_successor_does_not_come_up(tmp_path: Path) -> No
     """What has not been replaced goes on, and why is said."""
 
     def child(name: str, code: str) -> Child:
-        made = Child(name, ["python3", "-c", code], {}, tmp_path / f"{name}.log", role=DENOISE)
+        made = Child(name, [sys.executable, "-c", code], {}, tmp_path / f"{name}.log", role=DENOISE)
         made.start()
         return made
 
-    old = [child(f"old-{i}", "import time; time.sleep(60)") for i in range(2)]
+    old = [child(f"old-{i}", "import time; time.sleep(600)") for i in range(2)]
     children, said = list(old), list[str]()
 
     def succeed(_: Child) -> Child:
@@ -301,14 +302,15 @@ def test_a_restart_ends_where_a_successor_does_not_come_up(tmp_path: Path) -> No
 
     rolling = Rolling(succeed, lambda role: [c for c in children if not c.leaving], said.append)
     rolling.ask(f"token {DENOISE}")
+
+    def ended() -> bool:
+        rolling.tend(children)
+        if rolling.under_way and children[-1].died():
+            children[-1].bury()
+        return not rolling.under_way
+
     try:
-        for _ in range(500):
-            rolling.tend(children)
-            if not rolling.under_way:
-                break
-            if children[-1].died():
-                children[-1].bury()
-            time.sleep(0.01)  # a process ends by itself
+        until(ended, "the successor's end by itself")
         assert rolling.answer is not None
         assert rolling.answer.startswith("failed: the successor of old-0 did not become ready")
         assert not any(c.leaving for c in old)
@@ -320,7 +322,7 @@ def test_a_restart_ends_where_a_successor_does_not_come_up(tmp_path: Path) -> No
     finally:
         for c in children:
             c.ask_to_stop()
-            c.wait(time.monotonic() + 5)
+            c.wait(time.monotonic() + 20)
 
 
 class Crew:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.connect import writing
 from common.settings import Settings
 from services.pool.local import LocalPool
 from services.pool.redis_server import find_server
@@ -25,6 +26,8 @@ def pool(redis_server: str) -> Iterator[LocalPool]:
     settings = Settings(noop="step_ms=20", arena_bytes=4 << 20, http_port=free_port())
     with LocalPool(settings=settings, redis_url=redis_server, http=True) as running:
         yield running
+    with writing(redis_server) as left:
+        left.flushall()
 
 
 def _run(*command: str, folder: Path, **environment: str) -> str:
@@ -90,10 +93,3 @@ def test_openais_client_is_served_unmodified(pool: LocalPool, tmp_path: Path) ->
     assert f"url: {pool.http_url}/v1/jobs/" in said
     assert "BadRequestError: param 'width'" in said
     assert "NotFoundError" in said
-
-
-def test_the_demo_runs_its_thirteen_jobs(tmp_path: Path) -> None:
-    """`make demo` without its model: a pool of its own, thirteen jobs, a table."""
-    said = _run(sys.executable, "-m", "examples.demo", "--noop", "step_ms=2", folder=tmp_path)
-    assert "of 13 on time" in said
-    assert {f"short-{n}" for n in range(1, 11)} <= set(said.split())

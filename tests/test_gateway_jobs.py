@@ -16,7 +16,6 @@ from common.settings import Settings
 from services.pool.local import LocalPool
 from tests.gateway_server import (
     LONG,
-    NOOP,
     WAIT_S,
     Http,
     end_of,
@@ -30,7 +29,8 @@ from tests.gateway_server import (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalPool]:
-    with LocalPool(denoisers=2, settings=Settings(noop=NOOP)) as running:
+    # LONG of them take longer than a crowd needs to come in.
+    with LocalPool(denoisers=2, settings=Settings(noop="encode_ms=1,step_ms=50")) as running:
         yield running
 
 

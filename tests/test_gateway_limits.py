@@ -166,13 +166,12 @@ def test_each_key_has_its_share_of_the_queue(pool: LocalPool) -> None:
 
 
 def test_each_key_has_its_rate(pool: LocalPool) -> None:
-    with gateway(pool, http_keys=f"alice {ALICE} per_minute=20;bob {BOB}") as http:
+    with gateway(pool, http_keys=f"alice {ALICE} per_minute=10;bob {BOB}") as http:
         http.headers.update(bearer(ALICE))
-        for _ in range(2):
-            push(http)
+        push(http)  # a tenth of a minute's at once
         answer = http.post("/v1/jobs", json={"prompt": "x"})
         assert error_of(answer, 429)["code"] == "rate_limit_exceeded"
-        assert answer.headers["retry-after"] in ("2", "3")
+        assert 1 <= int(answer.headers["retry-after"]) <= 6
         assert http.get("/v1/jobs").status_code == 200  # only pushes count
         http.headers.update(bearer(BOB))
         end_of(http, push(http))
@@ -343,7 +342,7 @@ def test_ready_means_that_a_job_would_be_made() -> None:
 def serving(url: str) -> int:
     """The process that answers, 0 while none does."""
     try:
-        return int(httpx.get(f"{url}/livez").json()["pid"])
+        return int(httpx.get(f"{url}/livez", timeout=WAIT_S).json()["pid"])
     except httpx.TransportError:
         return 0
 
@@ -360,8 +359,9 @@ def test_up_starts_it_when_asked_watches_it_and_stops_it(
             if ALICE.encode() in Path(f"/proc/{p['pid']}/environ").read_bytes()
         ]
         assert told == ["gateway"], "nobody else need know the keys"
-        assert httpx.get(said["http_url"] + "/v1/models").status_code == 401
-        assert httpx.get(said["http_url"] + "/readyz").status_code == 200
+        with httpx.Client(base_url=said["http_url"], timeout=WAIT_S) as nobody:
+            assert nobody.get("/v1/models").status_code == 401
+            assert nobody.get("/readyz").status_code == 200
         assert health.main(["gateway", "--http-port", port]) == 0
         assert f"healthy: answers on port {port}" in capsys.readouterr().out
         [killed] = [p["pid"] for p in said["processes"] if p["role"] == "gateway"]

@@ -258,6 +258,7 @@ def test_the_charts_redis_wants_its_password_and_evicts_nothing(tmp_path: Path) 
 COUNTED = {"list": "LLEN", "set": "SCARD", "hash": "HLEN", "zset": "ZCARD", "none": "LLEN"}
 
 
+@pytest.mark.usefixtures("redis_client")  # nothing of others is active there
 def test_a_job_for_a_stage_without_workers_is_work_that_keda_sees(redis_server: str) -> None:
     """From zero denoisers: the key that KEDA counts has the job, and is at nothing once a new
     denoiser has done it."""

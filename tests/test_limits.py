@@ -255,11 +255,11 @@ def test_both_limits_on_a_real_pool(pool: Processes) -> None:
     pool.pool()
     pool.push("good", steps=5, queue_timeout_ms=20_000, run_timeout_ms=20_000)
     pool.check("good", steps=5)
-    pool.push("long", steps=1000, run_timeout_ms=600, slo_ms=1000)
+    pool.push("long", steps=1000, run_timeout_ms=2000, slo_ms=3000)
     pool.wait_for_event("long", "step")
     stopped = pool.result("long")
     assert (stopped.status, stopped.error_code) == ("failed", "run_timeout")
-    assert stopped.params["run_timeout_ms"] == 600
+    assert stopped.params["run_timeout_ms"] == 2000
     pool.push("next", steps=2)
     pool.check("next", steps=2)  # the rank is free: a thousand steps would have taken 20 s
     pool.client.xadd(pool.keys.jobs, {"id": "x", "prompt": "x", "queue_timeout_ms": "-1"})

@@ -209,7 +209,7 @@ def http(pool: LocalPool) -> Iterator[Http]:
 
 def test_a_watched_job_shows_what_it_has_come_to(pool: LocalPool, http: Http) -> None:
     """`preview` events lie between its steps; nothing of them stays for ever."""
-    job = push(http, PROMPT, width=256, height=256, num_inference_steps=60)
+    job = push(http, PROMPT, width=256, height=256, num_inference_steps=200)
     seen: list[dict[str, Any]] = []
     with http.stream("GET", f"/v1/jobs/{job}/events") as stream:
         for event in events(stream.iter_lines()):
@@ -219,7 +219,7 @@ def test_a_watched_job_shows_what_it_has_come_to(pool: LocalPool, http: Http) ->
                 if len(seen) == 2:
                     break
     first, second = seen
-    assert 0 < first["step"] < second["step"] < 60
+    assert 0 < first["step"] < second["step"] < 200
     for shown in seen:
         content = base64.b64decode(shown["image"])
         image = Image.open(io.BytesIO(content))

@@ -35,7 +35,7 @@ def test_what_is_owed_outlives_its_sender() -> None:
             client.submit("x", id="a", callback_url=receiver.url)
             receiver.until(1)
             task = app.send_task(
-                "slackwater.generate", ["x"], {"num_inference_steps": 100}, queue="slackwater"
+                "slackwater.generate", ["x"], {"num_inference_steps": 500}, queue="slackwater"
             )
             until(lambda: task.state == "PROGRESS", "its job to run", PATIENCE_S)
             [sender] = [process for process in pool.processes() if process.role == "celery"]

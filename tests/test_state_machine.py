@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,6 +38,8 @@ from tests.servers import leaks
 from tests.simulated import POISON, Pool, SimulatedWorker
 
 KEYS = Keys("{m}:")
+# One test explores for minutes.
+pytestmark = pytest.mark.timeout(900)
 FUZZ = float(os.environ.get("SLACKWATER_FUZZ", "0"))
 ENDS = {"succeeded", "failed", "canceled", "expired"}
 NAMES = ["a", "b", "c", "d"]

@@ -152,7 +152,7 @@ def test_a_job_is_one_trace_across_all_services(traced: tuple[LocalPool, Collect
     import httpx
 
     pool, collector = traced
-    with httpx.Client(base_url=pool.http_url, headers={"traceparent": CLIENT}) as http:
+    with httpx.Client(base_url=pool.http_url, headers={"traceparent": CLIENT}, timeout=60) as http:
         pushed = http.post("/v1/jobs", json={"prompt": "x", "num_inference_steps": 24, "id": "one"})
         assert pushed.is_success, pushed.text
         assert end_of(http, "one")["status"] == "succeeded"
