@@ -123,6 +123,10 @@ def test_a_table_reads_back_as_it_was_written() -> None:
             {"stages": {"denoise": {"range": {"tokens": [9, 4]}}}},
             r"stages\.denoise\.range\.tokens: \[9, 4\] is not \[lowest, highest\]",
         ),
+        ({"stages": {"denoise": {"range": 5}}}, r"stages\.denoise\.range: 5 is not an object"),
+        ({"stages": {"denoise": {"pictures": {}}}}, r"stages\.denoise\.pictures: {} is not an"),
+        ({"rows": 5}, r"rows: 5 is not a list of objects"),
+        ({"batch": [1]}, r"batch: \[1\] is not a list of objects"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused_by_field(changed: dict[str, Any], said: str) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.messages import Report, ReportRow
 from common.stage import DECODE, DENOISE, ENCODE
+from services.coordinator.learning import learn
+from services.coordinator.sharing import rows_of
+from services.coordinator.state import Job
 from services.costs.model import CostModel, Shape, shape_of
+from services.costs.shape import at_stage
 from services.costs.table import Fit
+from tests.fakes import MANIFEST, a_spec
 from tests.test_cost_tables import MODEL, RANGE, SHAPES, TRUE, table
 
 
@@ -35,6 +42,10 @@ def told(costs: CostModel, shape: Shape, *seconds: float, stage: str = DENOISE) 
         ({"width": 64, "height": 64, "num_frames": 81}, Shape(16 * 21)),
         (
             {"width": 64, "height": 64, "cache": "first_block", "cache_threshold": 0.2},
+            Shape(16, cached="first_block@0.2"),
+        ),
+        (
+            {"width": 64, "height": 64, "cache": "first_block", "cache_threshold": 0.20417},
             Shape(16, cached="first_block@0.2"),
         ),
         ({"width": 64, "height": 64, "cache": "none"}, Shape(16)),
@@ -100,9 +111,10 @@ def test_encodes_are_alike_whatever_the_picture() -> None:
     assert costs.estimate(MODEL, ENCODE, Shape(16, 1, 2)) == pytest.approx(0.03)
 
 
-def test_a_manifest_with_costs_that_cannot_be_read_changes_nothing() -> None:
+@pytest.mark.parametrize("claim", [{"fixed_s": "much"}, {"pictures": {}}])
+def test_a_manifest_with_costs_that_cannot_be_read_changes_nothing(claim: dict[str, Any]) -> None:
     costs = CostModel()
-    costs.set_prior(MODEL, {"denoise": {"fixed_s": "much"}})
+    costs.set_prior(MODEL, {"denoise": claim})
     assert costs.estimate(MODEL, DENOISE, Shape(64)) == CostModel().estimate(
         MODEL, DENOISE, Shape(64)
     )
@@ -138,6 +150,53 @@ def test_a_paused_process_poisons_nothing(at: int) -> None:
             assert costs.estimate(MODEL, DENOISE, shape) == pytest.approx(before, rel=0.1)
     assert costs.estimate(MODEL, DENOISE, shape) == pytest.approx(1.0)
     assert costs.estimate(MODEL, DENOISE, Shape(256)) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("real", [1, 2, 3])
+def test_embeddings_at_hand_make_no_encode_look_free(real: int) -> None:
+    """Of four encoded in one task some were at hand: a pass of the others is what was seen."""
+    told: list[tuple[Shape, float]] = []
+    costs: Any = SimpleNamespace(observe=lambda model, stage, shape, s: told.append((shape, s)))
+    manifest = {**MANIFEST, "model": "noop", "batch": {"same": ["width"]}}
+    jobs = {f"j{i}": Job.of(a_spec(id=f"j{i}", exact=False), manifest) for i in range(4)}
+    for job in jobs.values():
+        job.seq = 1
+    rows = tuple(
+        ReportRow(name, 0, DENOISE, seconds=2.0 if i < real else 0.001, skipped=int(i >= real))
+        for i, name in enumerate(jobs)
+    )
+    learn(costs, Report(1, "w", ENCODE, rows, 1.0), (True,) * 4, jobs)
+    ((shape, seconds),) = told
+    assert (rows_of(at_stage(shape, ENCODE)), seconds) == (real, 2.0 * real)
+    told.clear()
+    hits = tuple(ReportRow(name, 0, DENOISE, seconds=0.001, skipped=1) for name in jobs)
+    learn(costs, Report(1, "w", ENCODE, hits, 1.0), (True,) * 4, jobs)
+    assert told == []
+
+
+def test_one_slow_pass_of_mixed_sizes_does_not_end_mixing() -> None:
+    """What several sizes in one forward take is believed from enough reports on."""
+    costs, shape = CostModel(), Shape(64, 2)
+    costs.set_table(MODEL, {DENOISE: table()})
+    plain, _ = costs.shared(MODEL, DENOISE, shape)
+    for times in (12.0, 1.5):
+        costs.observe_mixed(MODEL, shape, times * plain)
+        assert costs.shared(MODEL, DENOISE, shape, mixed=True)[0] == plain
+    costs.observe_mixed(MODEL, shape, 1.5 * plain)
+    assert costs.shared(MODEL, DENOISE, shape, mixed=True)[0] == pytest.approx(1.5 * plain)
+    assert costs.shared(MODEL, DENOISE, shape)[0] == plain
+
+
+def test_a_shape_far_outside_of_the_table_moves_none_within() -> None:
+    """The curve is wrong out there; the machine is as fast as it was."""
+    costs, near, far, further = CostModel(), Shape(100), Shape(16384), Shape(32768)
+    costs.set_table(MODEL, {DENOISE: table()})
+    guessed = costs.estimate(MODEL, DENOISE, further)
+    far_s = TRUE.seconds(far)
+    told(costs, far, *[10 * far_s] * 9)
+    assert costs.estimate(MODEL, DENOISE, near) == pytest.approx(TRUE.seconds(near))
+    assert costs.quote(MODEL, DENOISE, near).margin_s < 0.1 * TRUE.seconds(near)
+    assert costs.estimate(MODEL, DENOISE, further) == pytest.approx(10 * guessed)
 
 
 def test_a_host_that_slept_with_all_its_workers_poisons_nothing() -> None:
@@ -299,6 +358,20 @@ def test_what_was_learned_survives_a_restart_and_a_slow_first_report_after_it() 
     again.load(costs.dump())
     assert again.estimate(MODEL, DENOISE, shape) == pytest.approx(1.0)
     assert told(again, shape, 30.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("odd", "1"), (f"{MODEL}/denoise/64x1", "1"), (f"{MODEL}/denoise/64x0x1", "1"),
+        (f"{MODEL}/paint/64x1x1", "1"), (f"{MODEL}/denoise/9x1x1", "much"),
+        (f"{MODEL}/denoise/9x1x1", "nan"), (f"{MODEL}/denoise/9x1x1", "inf"),
+    ],
+)  # fmt: skip
+def test_learned_costs_that_cannot_be_read_are_passed_over(name: str, seconds: str) -> None:
+    costs = CostModel()
+    costs.load({name: seconds, f"{MODEL}/denoise/64x1x1": "2.5"})
+    assert costs.dump() == {f"{MODEL}/denoise/64x1x1": 2.5}
 
 
 def test_a_shape_learned_before_the_table_came_tells_the_tables_speed() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli.main import main
+from services.cli.terminal import Exit
 from services.policies import make_policy
 from services.simulator.calibrations import CALIBRATIONS, Calibration, calibration, flat
 from services.simulator.generate import ARRIVALS, MIXES, generate
@@ -132,6 +134,13 @@ def test_request_lines_are_read_as_literals_only() -> None:
         ('{"arrival_ms": 0, "num_inference_steps": -1}', "at least 1"),
         ('{"arrival_ms": "NaN"}', "finite"),
         ('{"arrival_ms": 0, "on_late": "cry"}', "run, drop"),
+        ('{"arrival_ms": 0, "num_inference_steps": 0}', "num_inference_steps is 0; .* at least 1"),
+        ('{"arrival_ms": 0, "num_inference_steps": 2.9}', "is 2.9; it is a whole number"),
+        ('{"arrival_ms": 0, "width": 0}', "width is 0"),
+        ('{"arrival_ms": 0, "tokens": -5}', "tokens is -5"),
+        ('{"arrival_ms": 0, "n": 0}', "n is 0"),
+        ('{"arrival_ms": 0, "forwards": 3}', "forwards is 3"),
+        ('{"arrival_ms": 0, "slo_scale": 0}', "slo_scale is 0; it must be above 0"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(line: str, said: str) -> None:
@@ -232,6 +241,48 @@ def test_degraded_jobs_do_fewer_steps_and_make_it() -> None:
     assert [record.on_time for record in outcome.jobs.values()] == [True, True]
     assert outcome.jobs["a"].steps_run == 20
     assert 8 <= outcome.jobs["b"].steps_run < 20
+
+
+def test_pictures_and_guidance_are_work() -> None:
+    """A step of four guided pictures is eight forwards, alone and in a batch."""
+    line = '{"id": "a", "arrival_ms": 0, "num_inference_steps": 3, "n": 4, "forwards": 2}'
+    (found,) = parse_trace([line], SECOND)
+    assert found.standalone_s == pytest.approx(2 * 0.5 + 3 * 8 + 4 * 0.25)
+    assert run(found).jobs["a"].finished_s == pytest.approx(found.standalone_s)
+    assert run(found, batch=True).jobs["a"].finished_s == pytest.approx(found.standalone_s)
+    (again,) = parse_trace([json.dumps(found.to_json())], SECOND)
+    assert again == found
+
+
+def test_a_policy_that_fails_is_said_to_and_one_that_stalls_ends_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are not its own: fcfs decided. One that decides nothing has no figures."""
+    policy = make_policy("edf")
+    monkeypatch.setattr("services.simulator.simulation.make_policy", lambda name: policy)
+    words = ["simulate", "poisson", "--count", "3", "--policy", "odd"]
+    monkeypatch.setattr(policy, "plan", lambda view, now: [None])
+    assert main([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    (ran,) = json.loads(out)["runs"]
+    assert ran["failures"] > 0
+    assert "slackwater: odd failed" in err
+    assert "None is not a decision" in err
+    monkeypatch.setattr(policy, "plan", lambda view, now: [])
+    assert main(words) == Exit.FAILED
+    assert "odd: 3 jobs wait for ever" in capsys.readouterr().err
+
+
+def test_the_example_policy_leads_a_simulated_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By priority, with the hand-over of a live pool and with that of the simulator's default."""
+    example = Path(__file__).parent.parent / "examples" / "policy_plugin" / "by_priority.py"
+    made = runpy.run_path(str(example))["ByPriority"]
+    monkeypatch.setattr("services.simulator.simulation.make_policy", lambda name: made())
+    for setting in ({}, {"lead_s": 0.02}):
+        outcome = run(job("first", steps=50), job("low"), job("high", priority=5), **setting)
+        assert outcome.failures == 0
+        ended = sorted(outcome.jobs, key=lambda name: outcome.jobs[name].finished_s or 0.0)
+        assert ended[0] == "high"
 
 
 def test_a_floor_belongs_to_degrade() -> None:

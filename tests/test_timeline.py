@@ -19,20 +19,23 @@ import pytest
 from PIL import Image
 
 from common.keys import Keys
+from common.record import JobRecord
 from common.scripts import Ttls
 from common.settings import Settings
 from common.stage import DENOISE
+from services.cli.record import line_of
+from services.costs.model import CostModel
 from services.pool.local import LocalPool
 from services.simulator.calibrations import calibration
-from services.simulator.traces import read_trace
+from services.simulator.traces import parse_trace, read_trace
 from services.timeline import png, stream
-from services.timeline.live import read_run
+from services.timeline.live import Known, Pool, read_run
 from services.timeline.runs import Bar, Row, Run
 from slackwater import Client
 from tests.commands import commands
 from tests.fakes import Table
 from tests.pages import data_of
-from tests.processes import until
+from tests.processes import PATIENCE_S, processes, until
 
 COSTS = calibration("toy")
 JOBS = 6
@@ -212,19 +215,28 @@ def test_jobs_come_with_their_class_deadline_and_end(live: Run, ended: list[str]
         assert found.steps_run == STEPS
 
 
-def test_a_canceled_jobs_last_chunk_counts_for_nobody(client: Client, ended: list[str]) -> None:
-    job = client.submit("long", id="canceled", num_inference_steps=1000)
-    next(event for event in job.events(30) if event.type == "step")
-    job.cancel()
-    assert job.wait(30).status == "canceled"
+def test_a_canceled_jobs_last_chunk_counts_for_nobody(
+    redis_server: str, redis_client: Any, keys: Keys, arena_path: str
+) -> None:
+    """All its steps are one chunk, so that the cancel finds it running."""
+    with (
+        processes(redis_server, redis_client, keys, arena_path, chunk_ms=10**6) as pool,
+        Client(redis_server, prefix=keys.prefix) as client,
+    ):
+        pool.pool()
+        job = client.submit("long", id="canceled", num_inference_steps=1000, slo_ms=1)
+        next(event for event in job.events(PATIENCE_S) if event.type == "step")
+        job.cancel()
+        assert job.wait(PATIENCE_S).status == "canceled"
 
-    def refused() -> list[Row]:
-        bars, _ = stream.read(client, 0.0)
-        return [r for bar in bars for r in bar.rows if r.job == "canceled" and r.end == "refused"]
+        def ends() -> list[str]:
+            bars, _ = stream.read(client, 0.0)
+            return [row.end for bar in bars for row in bar.rows if bar.stage == DENOISE]
 
-    until(refused, "the chunk that was not wanted any more")
-    run, _ = read_run(client, 600)
-    assert not run.missed("canceled")
+        assert until(ends, "the chunk that was not wanted any more") == ["refused"]
+        run, _ = read_run(client, 600)
+        assert not run.missed("canceled")
+        pool.drained()
 
 
 def test_the_command_draws_a_line_a_rank(sw: Any, ended: list[str]) -> None:
@@ -331,6 +343,28 @@ def test_a_recorded_pool_can_be_simulated(sw: Any, ended: list[str], tmp_path: P
     assert code == 0
     for run in json.loads(out)["runs"]:
         assert {job["id"] for job in run["jobs"]} == set(trace)
+
+
+def test_a_recorded_job_is_as_much_work_and_may_be_cut_as_far() -> None:
+    """Pictures, guidance and the floor of `degrade` come back; where the parameters are gone, the
+    job is not cut."""
+    fields = {
+        b"status": b"succeeded", b"stage": b"finish", b"created": b"1000", b"width": b"64",
+        b"height": b"64", b"steps": b"20", b"deadline": b"5000", b"model": b"m",
+    }  # fmt: skip
+    record = JobRecord.of("a", fields)
+    params = {"n": 2, "scale": 4.0, "on_late": "degrade", "min_inference_steps": 5}
+    pool: Any = Pool.__new__(Pool)
+    pool.manifests = {"m": {"token_px": 16, "cfg": {"scale": "scale"}}}
+    pool._costs = CostModel()
+    lines = [
+        json.dumps(line_of(Known(record, *more), pool, 0.0))
+        for more in ((params, "degrade", 5), ({}, "degrade"))
+    ]
+    ((whole,), (bare,)) = (parse_trace([line], COSTS) for line in lines)
+    assert (whole.n, whole.forwards, whole.tokens, whole.steps) == (2, 2, 16, 20)
+    assert (whole.on_late, whole.min_steps) == ("degrade", 5)
+    assert (bare.on_late, bare.min_steps) == ("run", 0)
 
 
 def test_recording_for_a_while_has_only_what_arrived_then(

@@ -29,7 +29,8 @@ class ByPriority:
         decisions: list[Decision] = []
         taken: set[str] = set()
         for rank in view.ranks:
-            if rank.queued or rank.free_at(now) > now + view.lead_s:
+            runs_on = rank.running is not None and rank.free_at(now) > now + view.lead_s
+            if rank.queued or runs_on:
                 continue
             for candidate in self._sorted():
                 if candidate.job not in taken and self._suits(candidate, rank):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("slackwater.coordinator")
 
 HANG_S, HANG_FACTOR, HANG_FIRST_S = 5.0, 10.0, 60.0
+# Shapes that a worker is known to be warm for, the latest: users may ask for any size.
+WARM_SHAPES = 1000
 # What the record of a worker says that is idle though it was given a task: it reads no more.
 DEAF = "deaf"
 
@@ -38,11 +40,16 @@ class Watch:
         self, hang_s: float = HANG_S, factor: float = HANG_FACTOR, first_s: float = HANG_FIRST_S
     ) -> None:
         self.hang_s, self.factor, self.first_s = hang_s, factor, first_s
-        self._worked: dict[str, set[tuple[str, Shape]]] = {}
+        self._worked: dict[str, dict[tuple[str, Shape], None]] = {}
 
     def worked(self, worker: str, stage: str, jobs: Sequence[Job]) -> None:
         """It has brought a task of these jobs to an end: it is warm for their shapes."""
-        self._worked.setdefault(worker, set()).update((stage, job.shape) for job in jobs)
+        warm = self._worked.setdefault(worker, {})
+        for job in jobs:
+            warm.pop((stage, job.shape), None)  # the latest last
+            warm[stage, job.shape] = None
+        for oldest in list(warm)[: max(0, len(warm) - WARM_SHAPES)]:
+            del warm[oldest]
 
     def forget(self, worker: str) -> None:
         self._worked.pop(worker, None)

@@ -4,7 +4,8 @@ A pass is told once, however many jobs shared it, and by the rows that it had: w
 takes and what several take together are different shapes, so that neither spoils the other. Of
 denoising a row says how long a step took and how many rows were in it. Of an encode or a decode a
 row's `seconds` are what was done for it alone and its share of what was done together: those of
-all jobs of one key, added up, are what a pass of so many takes.
+all jobs of one key, added up, are what a pass of so many takes. An encode whose embeddings were at
+hand says nothing of what an encode takes: it is no member of a pass.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def learn(
         _tasks(costs, report.stage, good, whole)
 
 
+def is_hit(stage: str, row: ReportRow) -> bool:
+    """Whether the row's worker had its embeddings at hand and encoded nothing."""
+    return stage == ENCODE and row.skipped > 0
+
+
 def _steps(costs: CostModel, ran: Sequence[Ran]) -> None:
     passes: dict[tuple[str, int], list[Ran]] = {}
     for job, row in ran:
@@ -68,7 +74,7 @@ def _shared_steps(costs: CostModel, model: str, rows: int, members: Sequence[Ran
 
 
 def _tasks(costs: CostModel, stage: str, ran: Sequence[Ran], whole: bool) -> None:
-    for members in _by_key(stage, ran):
+    for members in _by_key(stage, [each for each in ran if not is_hit(stage, each[1])]):
         job, row = members[0]
         if len(members) == 1 and (whole or not job.keys[stage]):
             costs.observe(job.spec.model, stage, job.shapes[stage], row.seconds)

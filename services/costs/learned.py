@@ -64,7 +64,8 @@ class Learned:
         self.estimates: dict[Shape, float] = {}  # worked out since the last report
         self._passes: dict[Shape, tuple[float, bool]] = {}  # as well
         self._windows: OrderedDict[Shape, Window] = OrderedDict()
-        self._speed = Window()  # reported over fitted
+        self._speed = Window()  # reported over fitted, of shapes in the table's range
+        self._beyond = Window()  # the same of those outside of it
         # Reports set aside, over what was expected.
         self._late: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         # Of late: number, shape, and seconds over what was expected.
@@ -77,10 +78,11 @@ class Learned:
         """A new table; its speed is learned anew from the shapes that reports are known of."""
         if fit == self.fit and measured_here == self.measured_here:
             return
-        self.fit, self.measured_here, self._speed = fit, measured_here, Window()
+        self.fit, self.measured_here = fit, measured_here
+        self._speed, self._beyond = Window(), Window()
         for shape, window in self._windows.items():
-            if len(window) >= ENOUGH and _covers(fit, shape):
-                self._speed.add(self._reports, window.value / fit.seconds(shape))
+            if len(window) >= ENOUGH:
+                self._note_speed(fit, shape, window.value)
         self._forget_answers()
 
     def set_claim(self, claim: Fit) -> None:
@@ -106,9 +108,18 @@ class Learned:
                 self._drift.append((self._reports, shape, seconds / expected))
                 self._follow()
         self._window(shape).add(self._reports, seconds)
-        if self.fit is not None and _covers(self.fit, shape):
-            self._speed.add(self._reports, seconds / self.fit.seconds(shape))
+        if self.fit is not None:
+            self._note_speed(self.fit, shape, seconds)
         self._forget_answers()
+
+    def _note_speed(self, fit: Fit, shape: Shape, seconds: float) -> None:
+        """What a report says of the table's speed. Not under a step cache, nor with more rows than
+        were measured, where it goes on in proportion, as shared passes do not; and outside of its
+        range, where the curve may be wrong, only of the speed out there."""
+        if shape.cached or shape.n > fit.range.get("n", (1, shape.n))[1]:
+            return
+        told = self._beyond if fit.doublings_outside(shape) else self._speed
+        told.add(self._reports, seconds / fit.seconds(shape))
 
     def _is_real(self, times: float) -> bool:
         """Whether a report that is `times` too long is one of many such."""
@@ -137,6 +148,7 @@ class Learned:
 
     def _rescale(self, before: int, factor: float) -> None:
         self._speed.rescale(before, factor)
+        self._beyond.rescale(before, factor)
         for window in self._windows.values():
             window.rescale(before, factor)
 
@@ -222,9 +234,10 @@ class Learned:
         return None
 
     def _fitted(self, fit: Fit, shape: Shape) -> Quote:
-        speed = _believed(self._speed, 1.0) if self._speed else 1.0
-        seconds = fit.seconds(shape) * speed
         outside = fit.doublings_outside(shape)
+        window = self._beyond if outside and self._beyond else self._speed
+        speed = _believed(window, 1.0) if window else 1.0
+        seconds = fit.seconds(shape) * speed
         margin = fit.error + fit.beyond * outside
         told = len(self._speed) >= ENOUGH
         if told:
@@ -245,9 +258,11 @@ class Learned:
         window = self._windows.get(shape)
         if window is not None and len(window) >= ENOUGH:
             return window.value
-        if self.fit is not None and len(self._speed) >= ENOUGH and _covers(self.fit, shape):
-            return self.fit.seconds(shape) * self._speed.value
-        return None
+        if self.fit is None or len(self._speed) < ENOUGH or shape.cached:
+            return None
+        if self.fit.doublings_outside(shape):
+            return None
+        return self.fit.seconds(shape) * self._speed.value
 
     def _of(self, shape: Shape) -> Shape:
         return at_stage(shape, self.stage)
@@ -264,13 +279,6 @@ class Learned:
                 self._windows.popitem(last=False)
         self._windows.move_to_end(shape)
         return window
-
-
-def _covers(fit: Fit, shape: Shape) -> bool:
-    """Whether what was reported of a shape tells the speed of a table's: not under a step cache,
-    nor with more rows than were measured, where it goes on in proportion, as shared passes do
-    not."""
-    return not shape.cached and shape.n <= fit.range.get("n", (1, shape.n))[1]
 
 
 def _believed(window: Window, expected: float) -> float:

@@ -7,11 +7,12 @@ report. A denoise cost is seconds per step, the others are seconds a task.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from common.stage import DENOISE
-from services.costs.learned import Learned, Quote
+from common.stage import DENOISE, STAGES
+from services.costs.learned import ENOUGH, Learned, Quote
 from services.costs.shape import Shape, shape_of
 from services.costs.table import Fit, fits_of
 from services.costs.window import Window
@@ -68,10 +69,15 @@ class CostModel:
         self, model: str, stage: str, shape: Shape, mixed: bool = False
     ) -> tuple[float, bool]:
         """Seconds of a pass of `shape.n` rows of several jobs, and whether they are known. `mixed`:
-        the rows differ in size, and `shape` has as many of the largest as are as much work."""
+        the rows differ in size, and `shape` has as many of the largest as are as much work.
+
+        How mixed passes differ counts from enough reports on: were one slow first pass believed,
+        none might be mixed again, and nothing would ever correct it."""
         seconds, known = self._stage(model, stage).shared(shape)
-        factor = self._mixed.get(model)
-        return (seconds * factor.value if mixed and factor else seconds), known
+        factor = self._mixed.get(model) if mixed else None
+        if factor is not None and len(factor) >= ENOUGH:
+            seconds *= factor.value
+        return seconds, known
 
     def observe_mixed(self, model: str, shape: Shape, seconds: float) -> None:
         """A denoising step of rows of several sizes: how far off `shared` was without a factor.
@@ -92,12 +98,23 @@ class CostModel:
             for shape in learned.shapes()
         }
 
-    def load(self, learned: Mapping[str, float]) -> None:
-        """What an earlier coordinator learned."""
-        for name, seconds in learned.items():
-            model, stage, key = name.rsplit("/", 2)
-            if float(seconds) > 0:
-                self._stage(model, stage).remember(Shape.from_key(key), float(seconds))
+    def load(self, learned: Mapping[str, str | float]) -> None:
+        """What an earlier coordinator learned. Entries that cannot be read are passed over, and
+        logged in one line: they are a convenience, and must not stop a pool."""
+        wrong = []
+        for name, text in learned.items():
+            try:
+                model, stage, key = name.rsplit("/", 2)
+                shape, seconds = Shape.from_key(key), float(text)
+            except (TypeError, ValueError):
+                wrong.append(name)
+                continue
+            if stage in STAGES and shape.is_sound and 0 < seconds < math.inf:
+                self._stage(model, stage).remember(shape, seconds)
+            else:
+                wrong.append(name)
+        if wrong:
+            log.warning("%d learned costs cannot be read, %.80r first", len(wrong), wrong[0])
 
     def _stage(self, model: str, stage: str) -> Learned:
         learned = self._stages.get((model, stage))

@@ -9,6 +9,9 @@ from typing import Any
 from common.batching import row_tokens
 from common.stage import DECODE, ENCODE
 
+# Of a step cache's threshold: who varies it a little must not fill what is remembered.
+THRESHOLD_DIGITS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -31,6 +34,11 @@ class Shape:
         """Work in tokens, with a floor for what each forward costs whatever its size."""
         return (self.tokens + 24) * self.n * self.forwards
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether there can be such a job: False of what somebody has written by hand."""
+        return self.tokens >= 0 and self.n >= 1 and self.forwards >= 1
+
     def key(self) -> str:
         plain = f"{self.tokens}x{self.n}x{self.forwards}"
         return f"{plain}x{self.cached}" if self.cached else plain
@@ -50,7 +58,7 @@ def shape_of(params: Mapping[str, Any], manifest: Mapping[str, Any]) -> Shape:
         guided = params.get(cfg["needs"]) is not None
     cached = params.get("cache") or "none"
     if cached != "none" and params.get("cache_threshold") is not None:
-        cached = f"{cached}@{params['cache_threshold']}"
+        cached = f"{cached}@{round(params['cache_threshold'], THRESHOLD_DIGITS)}"
     return Shape(
         tokens=tokens,
         n=int(params.get("n") or 1),

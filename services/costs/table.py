@@ -92,7 +92,8 @@ class Fit:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: {value!r} is not an object")
         pictures = value.get("pictures", {"1": value})
-        if not isinstance(pictures, Mapping) or not all(_is_count(n) for n in pictures):
+        counted = isinstance(pictures, Mapping) and all(_is_count(n) for n in pictures)
+        if not counted or not pictures:
             raise ValueError(f"{where}.pictures: {pictures!r:.80} is not an object by n, from 1")
         fields: dict[str, Any] = {
             name: _number(value.get(name, 0), f"{where}.{name}")
@@ -132,9 +133,17 @@ def _number(value: Any, where: str) -> float:
     return float(value)
 
 
+def _objects(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise ValueError(f"{where}: {value!r:.80} is not a list of objects")
+    return tuple(value)
+
+
 def _range(value: Any, where: str) -> dict[str, tuple[int, int]]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {value!r:.80} is not an object with {', '.join(AXES)}")
     out = {}
-    for axis, ends in value.items() if isinstance(value, Mapping) else ():
+    for axis, ends in value.items():
         try:
             low, high = map(int, ends)
         except (TypeError, ValueError):
@@ -214,7 +223,11 @@ class Profile:
             raise ValueError(f"stages: {', '.join(lacking)} missing")
         names = {f.name for f in dataclasses.fields(cls)} - {"fits"}
         known = {k: v for k, v in value.items() if k in names}
-        known |= {k: tuple(value[k]) for k in ("rows", "batch") if k in value}
+        for field in dataclasses.fields(cls):
+            kind = type(field.default)
+            if field.name in known and kind in (str, int) and type(known[field.name]) is not kind:
+                raise ValueError(f"{field.name}: {known[field.name]!r:.80} is not {kind.__name__}")
+        known |= {k: _objects(value[k], k) for k in ("rows", "batch") if k in value}
         return cls(fits=fits, **known)
 
 

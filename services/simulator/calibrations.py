@@ -44,10 +44,11 @@ class Calibration:
         times = n if stage == DECODE else n * forwards
         return max(0.0, times * curve(tokens))
 
-    def standalone_s(self, tokens: int, steps: int) -> float:
+    def standalone_s(self, tokens: int, steps: int, n: int = 1, forwards: int = 1) -> float:
         """What a job takes alone: encode, all its steps, decode."""
-        work = steps * self.seconds(DENOISE, tokens)
-        return work + self.seconds(ENCODE, tokens) + self.seconds(DECODE, tokens)
+        encode_s = self.seconds(ENCODE, tokens, 1, forwards)
+        work_s = steps * self.seconds(DENOISE, tokens, n, forwards)
+        return encode_s + work_s + self.seconds(DECODE, tokens, n)
 
 
 class KnownCosts(CostModel):
@@ -218,5 +219,7 @@ def calibration(name: str) -> Calibration:
         raise ValueError(f"costs {name!r} are neither a profile's .json file nor one of {known}")
     try:
         return from_profile(parse_profile(Path(name).read_bytes()))
+    except KeyError as error:
+        raise ValueError(f"costs {name}: a row lacks {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"costs {name}: {error}") from error

@@ -79,3 +79,5 @@ class Outcome:
     busy_s: float = 0.0  # of denoise ranks, switches included
     decisions: int = 0
     wall_s: float = 0.0
+    failures: int = 0  # of the policy: so often fcfs decided in its place
+    last_failure: str = ""

@@ -8,7 +8,7 @@ taken back.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.stage import DECODE, DENOISE, ENCODE
@@ -75,12 +75,13 @@ class OverFull(RuntimeError):
 
 
 class Workers:
-    """All of them. `cost_s(stage, job, rows)` is the true cost, `steps_of` a job's steps."""
+    """All of them. `cost_s(stage, job, together)` is the true cost of a task or step, by itself or
+    with all jobs that share its passes; `steps_of` a job's steps."""
 
     def __init__(
         self,
         names: dict[str, str],  # name -> stage
-        cost_s: Callable[[str, str, int], float],
+        cost_s: Callable[[str, str, Sequence[str]], float],
         steps_of: Callable[[str], int],
         overheads: Overheads,
         rng: random.Random,
@@ -114,10 +115,10 @@ class Workers:
         if switch:
             at += self._overheads.switch_s
         jitter = self._overheads.jitter
-        together = len(rows) if held.dispatch.together else 0
+        together = [row.job for row in rows] if held.dispatch.together else []
         began = at
         for row in rows:
-            cost = self._cost_s(held.stage, row.job, together or 1)
+            cost = self._cost_s(held.stage, row.job, together)
             if jitter:
                 cost *= max(0.5, self._rng.gauss(1.0, jitter))
             # Asked to yield before it began: no step is run.

@@ -70,6 +70,8 @@ def report(outcome: Outcome) -> dict[str, Any]:
         "span_s": span,
         "busy_share": (outcome.busy_s / (span * outcome.ranks) if span and outcome.ranks else 0.0),
         "decisions": outcome.decisions,
+        "failures": outcome.failures,
+        "last_failure": outcome.last_failure,
         "wall_s": outcome.wall_s,
         "all": summary(jobs, span),
         "classes": {
@@ -125,6 +127,16 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def warnings(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each policy whose figures are not its own, since it failed."""
+    return [
+        f"{run['policy']} failed {run['failures']} times, and fcfs decided in its place; at last: "
+        f"{run['last_failure']}"
+        for run in reports
+        if run["failures"]
+    ]
 
 
 def _row(policy: str, name: str, f: dict[str, Any]) -> tuple[str, ...]:

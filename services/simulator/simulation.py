@@ -22,7 +22,8 @@ from common.stage import DECODE, DENOISE, ENCODE
 from services.coordinator import events as ev
 from services.coordinator.admission import Admission
 from services.coordinator.core import Core
-from services.costs.model import CostModel
+from services.coordinator.sharing import rows_of, shapes_of
+from services.costs.model import CostModel, Shape
 from services.policies import make_policy
 from services.policies.base import View
 from services.simulator.calibrations import Calibration, KnownCosts
@@ -32,7 +33,7 @@ from services.simulator.traces import TraceJob
 
 MODEL = "simulated"
 # One token a pixel and one row of them: a job's shape is then its trace's `tokens`.
-MANIFEST = {"token_px": 1, "cfg": {}}
+MANIFEST = {"token_px": 1, "cfg": {"scale": "guidance_scale"}}
 TICK = ev.Tick()
 
 
@@ -68,7 +69,11 @@ class Simulation:
         self.outcome = Outcome(setting.policy, setting.denoise)
         self.outcome.jobs = {job.id: JobOutcome(job) for job in trace}
         self._trace = sorted(trace, key=lambda job: (job.arrival_s, job.id))
-        self._cost: dict[tuple[str, int, int], float] = {}
+        self._cost: dict[tuple[str, int, int, int], float] = {}
+        self._shapes = {
+            job.id: shapes_of(Shape(job.tokens, job.n, job.forwards), merges=setting.batch)
+            for job in trace
+        }
         names = {
             f"{stage}-{i}": stage
             for stage, count in (
@@ -133,6 +138,8 @@ class Simulation:
             self._carry_out(effects, now)
             self.outcome.ended_s = now
         self.outcome.wall_s = time.perf_counter() - begun
+        self.outcome.failures = core.policy.failures
+        self.outcome.last_failure = core.policy.last_failure
         return self.outcome
 
     def _carry_out(self, effects: list[ev.Effect], now: float) -> None:
@@ -175,19 +182,20 @@ class Simulation:
         if following is not None:
             self._alarm(following)
         rows, accepted = [], []
-        together = len(held.parts) if held.dispatch.together else 0
+        together = [part.job for part in held.parts] if held.dispatch.together else []
+        shared_rows = self._rows(held.stage, together)
         for part, row in zip(held.parts, held.dispatch.rows, strict=True):
             record = self.outcome.jobs[part.job]
             steps = part.stop - part.start
             seconds = part.end_s - part.begin_s
             if held.stage == DENOISE:
                 seconds = steps * part.step_s
-                record.work_s += seconds / max(1, together)
+                record.work_s += seconds / max(1, len(together))
                 record.steps_run += steps
                 done = part.stop >= part.steps
                 step, after = part.stop, DECODE if done else DENOISE
             else:
-                seconds /= max(1, together)  # its share, as the stages report it
+                seconds /= max(1, len(together))  # its share, as the stages report it
                 record.work_s += seconds
                 step, after = part.stop, AFTER[held.stage]
             record.chunks += 1
@@ -199,7 +207,7 @@ class Simulation:
                     after,
                     seconds=seconds,
                     step_s=part.step_s if steps else 0.0,
-                    rows=together if held.stage == DENOISE else 0,
+                    rows=shared_rows if held.stage == DENOISE else 0,
                 )
             )
             accepted.append(record.status == "waiting")
@@ -242,8 +250,17 @@ class Simulation:
             )
         )  # fmt: skip
 
-    def _cost_s(self, stage: str, job: str, rows: int = 1) -> float:
-        key = (stage, self.outcome.jobs[job].job.tokens, rows)
+    def _rows(self, stage: str, together: Sequence[str]) -> int:
+        """Of a pass that these jobs share."""
+        return sum(rows_of(self._shapes[job][stage]) for job in together)
+
+    def _cost_s(self, stage: str, job: str, together: Sequence[str] = ()) -> float:
+        """Of its task or step by itself, or of one that it shares with the others `together`."""
+        shape = self._shapes[job][stage]
+        n, forwards = shape.n, shape.forwards
+        if together:
+            n, forwards = self._rows(stage, together), 1
+        key = (stage, shape.tokens, n, forwards)
         found = self._cost.get(key)
         if found is None:
             found = self._cost[key] = self.setting.costs.seconds(*key)
@@ -276,7 +293,13 @@ def spec_of(job: TraceJob, exact: bool = True) -> JobSpec:
         entry=job.id,
         content="",
         model=MODEL,
-        params={"num_inference_steps": job.steps, "width": job.tokens, "height": 1},
+        params={
+            "num_inference_steps": job.steps,
+            "width": job.tokens,
+            "height": 1,
+            "n": job.n,
+            "guidance_scale": float(job.forwards),  # above 1: guided
+        },
         arrival_s=job.arrival_s,
         priority=job.priority,
         deadline_s=job.deadline_s,

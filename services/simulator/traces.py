@@ -1,8 +1,8 @@
 """Traces: what arrives when, how large, due when. Our JSONL, and vLLM-Omni's `Request(…)` lines.
 
 A JSONL line has id, request_class, arrival_ms, deadline_ms (absolute, as arrival_ms is),
-standalone_ms, width, height, num_inference_steps, and may have num_frames, tokens, priority,
-on_late. What is missing is worked out from the costs.
+standalone_ms, width, height, num_inference_steps, and may have num_frames, tokens, n, forwards,
+priority, on_late, min_inference_steps. What is missing is worked out from the costs.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class TraceJob:
     priority: int = 0
     on_late: str = "run"
     min_steps: int = 0  # on_late degrade: the fewest steps it may be cut to
+    n: int = 1  # pictures
+    forwards: int = 1  # a step: 2 with guidance
 
     def to_json(self) -> dict[str, Any]:
         """As a line of our JSONL."""
@@ -50,11 +52,13 @@ class TraceJob:
             "arrival_ms": round(1000 * self.arrival_s, 3),
             "deadline_ms": round(1000 * self.deadline_s, 3),
             "standalone_ms": round(1000 * self.standalone_s, 3),
-            "width": self.width,
-            "height": self.height,
+            # A model need not have them.
+            **({"width": self.width, "height": self.height} if self.width and self.height else {}),
             "num_frames": self.num_frames,
             "num_inference_steps": self.steps,
             "tokens": self.tokens,
+            "n": self.n,
+            "forwards": self.forwards,
             "priority": self.priority,
             "on_late": self.on_late,
             **({"min_inference_steps": self.min_steps} if self.min_steps else {}),
@@ -110,20 +114,35 @@ def _number(fields: Mapping[str, Any], *names: str) -> float | None:
     return None
 
 
+def _count(fields: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    number = _number(fields, name)
+    if number is None:
+        return default
+    if number < least or number != int(number):
+        raise ValueError(f"{name} is {fields[name]}; it is a whole number of at least {least}")
+    return int(number)
+
+
+def _positive(fields: Mapping[str, Any], name: str) -> float | None:
+    number = _number(fields, name)
+    if number is not None and number <= 0:
+        raise ValueError(f"{name} is {fields[name]}; it must be above 0")
+    return number
+
+
 def job_of(
     fields: Mapping[str, Any], default_id: str, costs: Calibration, slo_scale: float
 ) -> TraceJob:
     """A line's fields as a job; names of ours first, then vLLM-Omni's."""
-    width = int(_number(fields, "width") or 1024)
-    height = int(_number(fields, "height") or 1024)
-    frames = int(_number(fields, "num_frames") or 1)
-    steps = int(_number(fields, "num_inference_steps") or 20)
-    if steps < 1 or width < 1 or height < 1 or frames < 1:
-        raise ValueError("width, height, num_frames and num_inference_steps are at least 1")
+    width, height = _count(fields, "width", 1024), _count(fields, "height", 1024)
+    frames, steps = _count(fields, "num_frames", 1), _count(fields, "num_inference_steps", 20)
+    n, forwards = _count(fields, "n", 1), _count(fields, "forwards", 1)
+    if forwards > 2:
+        raise ValueError(f"forwards is {forwards}; it is 1, or 2 with guidance")
     px = costs.token_px
     # Video models compress time by four: 81 frames are 21 latent ones.
     across = -(-width // px) * -(-height // px) * (1 + (frames - 1) // 4)
-    tokens = int(_number(fields, "tokens") or across)
+    tokens = _count(fields, "tokens", across)
     arrival_ms = _number(fields, "arrival_ms")
     arrival = (
         arrival_ms / 1000 if arrival_ms is not None else _number(fields, "timestamp", "arrival_s")
@@ -131,20 +150,21 @@ def job_of(
     if arrival is None:
         raise ValueError("arrival_ms (or timestamp, in seconds) is missing")
     standalone_ms = _number(fields, "standalone_ms")
-    standalone = (
-        standalone_ms / 1000 if standalone_ms is not None else costs.standalone_s(tokens, steps)
-    )
+    if standalone_ms is None:
+        standalone = costs.standalone_s(tokens, steps, n, forwards)
+    else:
+        standalone = standalone_ms / 1000
     deadline_ms, slo_ms = _number(fields, "deadline_ms"), _number(fields, "slo_ms")
     if deadline_ms is not None:
         deadline = deadline_ms / 1000
     elif slo_ms is not None:
         deadline = arrival + slo_ms / 1000
     else:
-        deadline = arrival + (_number(fields, "slo_scale") or slo_scale) * standalone
+        deadline = arrival + (_positive(fields, "slo_scale") or slo_scale) * standalone
     on_late = str(fields.get("on_late", "run"))
     if on_late not in ON_LATE:
         raise ValueError(f"on_late is {on_late!r}; it is one of {', '.join(ON_LATE)}")
-    min_steps = int(_number(fields, "min_inference_steps") or 0)
+    min_steps = _count(fields, "min_inference_steps", 0)
     if (on_late == "degrade") != (0 < min_steps <= steps):
         raise ValueError(
             f"min_inference_steps is {min_steps}; with on_late degrade it is 1 to {steps}, "
@@ -165,6 +185,8 @@ def job_of(
         priority=int(_number(fields, "priority") or 0),
         on_late=on_late,
         min_steps=min_steps,
+        n=n,
+        forwards=forwards,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ class Known:
     record: JobRecord
     params: Mapping[str, Any]
     on_late: str = "run"
+    min_steps: int = 0
     user: str = ""
     timings: Mapping[str, float] | None = None  # of an ended job
     on_time: bool | None = None
@@ -54,7 +54,7 @@ class Pool:
         for model, content in _pairs(profiles):
             with contextlib.suppress(ValueError):  # the coordinator says so
                 self._costs.set_table(model, parse_profile(content).fits)
-        self._costs.load({name: json.loads(value) for name, value in _pairs(learned)})
+        self._costs.load({name: value.decode() for name, value in _pairs(learned)})
 
     def shape(self, known: Known) -> Shape:
         record = known.record
@@ -103,32 +103,37 @@ def _known(job: str, flat: list[bytes], result: bytes | None, spec: bytes | None
         ended = Result.from_wire(result)
         params = ended.params
         return Known(
-            record, params, params.get("on_late", "run"), params.get("user", ""), ended.timings,
-            ended.on_time,
+            record, params, params.get("on_late", "run"), params.get("min_inference_steps", 0),
+            params.get("user", ""), ended.timings, ended.on_time,
         )  # fmt: skip
     if spec is not None:
         asked = JobSpec.from_wire(spec)
-        return Known(record, asked.params, asked.on_late, asked.user)
+        return Known(record, asked.params, asked.on_late, asked.min_steps, asked.user)
     return Known(record, {})
 
 
 def trace_job(known: Known, pool: Pool, zero_s: float = 0.0) -> TraceJob:
     """A job as a trace has it, on a clock that begins at `zero_s`. Its class is its size."""
-    record = known.record
+    record, shape = known.record, pool.shape(known)
     arrival_s = record.created_s or 0.0
+    # A record that has lost its parameters has lost the floor, too.
+    on_late = "run" if known.on_late == "degrade" and not known.min_steps else known.on_late
     return TraceJob(
         id=record.id,
         request_class=f"{record.width}x{record.height}",
         arrival_s=arrival_s - zero_s,
         deadline_s=(record.deadline_s or arrival_s) - zero_s,
         standalone_s=pool.standalone_s(known),
-        tokens=pool.shape(known).tokens,
+        tokens=shape.tokens,
         steps=record.steps,
         width=record.width,
         height=record.height,
         num_frames=int(known.params.get("num_frames") or 1),
         priority=record.priority,
-        on_late=known.on_late,
+        on_late=on_late,
+        min_steps=known.min_steps,
+        n=shape.n,
+        forwards=shape.forwards,
     )
 
 
