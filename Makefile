@@ -14,10 +14,11 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.demo
 
-# Two at a time: most tests wait for processes. TEST_PROCESSES=0 for one after another.
+# Two at a time: most tests wait for processes. TEST_PROCESSES=0 for one after another. In the order of
+# their names, since files of few long tests would come last otherwise, beside nothing.
 TEST_PROCESSES ?= 2
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
