@@ -104,9 +104,8 @@ def demonstrate(client: Client, out: Path) -> list[Ended]:
     known = set(next(iter(client.models().values()))["parameters"]) | {"n", "id"}
     warm_up(client, known)
     handles = client.submit_many(_params(job, known) for job in LONG)
-    for event in handles[0].events(TIMEOUT_S):
-        if event.type == "step" or event.is_terminal:
-            break  # the long ones are well under way
+    while not any(record.step or record.is_terminal for record in map(JobHandle.status, handles)):
+        time.sleep(0.02)  # until one of the long ones, whichever is due first, is under way
     for job in SHORT:
         handles += client.submit_many([_params(job, known)])
         time.sleep(ARRIVAL_S)
